@@ -155,7 +155,7 @@ class DeviceLostError(WorkerError):
 
 class BatchFileError(MoeggufError, ValueError):
     """A batch's request file or answer file cannot be used. For example, it cannot be
-    read, the answers belong to other requests, or another process is using the file."""
+    read, or the answers belong to other requests."""
 
 
 class StorageError(MoeggufError, OSError):

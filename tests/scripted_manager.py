@@ -22,9 +22,8 @@ from moegguf.generate.request import Delta, Request
 from moegguf.models.entry import ModelEntry
 from moegguf.serving.events import NO_OVERRIDES, LoadOverrides
 from moegguf.serving.lease import Lease
-from moegguf.serving.memory_budget import RAM, ModelSize, Room
+from moegguf.serving.memory_budget import RAM, LoadConfig, ModelSize, Room
 from moegguf.serving.model_manager import ModelManager
-from moegguf.serving.wire import LoadConfig
 from moegguf.serving.worker_process import Workers
 from moegguf.settings import Settings
 

@@ -42,6 +42,7 @@ from moegguf.server import (
 from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS, HttpError
+from moegguf.server.common.replies import present
 from moegguf.server.common.target import with_plain_target
 from moegguf.serving.batch.batches import Batches
 from moegguf.serving.responses import ResponseStore
@@ -104,7 +105,7 @@ def request_log(app: ASGIApp) -> ASGIApp:
             status = status or 500
             raise
         finally:
-            key = {"key": scope["key"]} if scope.get("key") else {}
+            key = present(key=scope.get("key"))
             request = {
                 "client": scope["client"][0] if scope["client"] else "-",
                 **key,
@@ -217,7 +218,7 @@ async def _refuse(request: HttpRequest) -> Response:
     path = next(
         path for path in INSTEAD if request.url.path.startswith(path.partition("{")[0])
     )
-    raise HttpError(501, INSTEAD[path])
+    raise HttpError(INSTEAD[path], 501)
 
 
 async def _greet(request: HttpRequest) -> Response:

@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf.server.common import limits
 from moegguf.server.common.body import (
     Body,
     Whole,
@@ -32,6 +31,7 @@ from moegguf.server.common.body import (
 )
 from moegguf.server.common.conversation import RequestBody
 from moegguf.server.common.errors import NO_RETRY, HttpError, http_error
+from moegguf.server.common.options import Name
 from moegguf.server.common.replies import page, usage
 from moegguf.server.embeddings import EmbeddingsBody
 from moegguf.server.metrics import Totals
@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 
 MAX_FILES_LISTED = 10_000
 MAX_BATCHES_LISTED, DEFAULT_BATCHES_LISTED = 100, 20
-TIMES = (
+# Fields of `Batch` that are also fields of OpenAI's batch objects.
+BATCH_FIELDS = (
+    "id", "endpoint", "model", "input_file_id", "status", "output_file_id", "error_file_id", "metadata",
     "created_at", "in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at",
     "cancelling_at", "cancelled_at",
 )  # fmt: skip
@@ -69,14 +71,17 @@ def new_state(
     settings: Settings,
 ) -> State:
     """Returns the state of an application, which the endpoints read as `app.state`."""
-    own = {
-        "totals": Totals(),
-        "settings": settings,
-        "preloading": None,
-        "responses": None,
-        "lora_scales": {},
-    }
-    return State({"manager": manager, "catalog": catalog, **own})
+    return State(
+        {
+            "manager": manager,
+            "catalog": catalog,
+            "settings": settings,
+            "totals": Totals(),
+            "preloading": None,
+            "responses": None,
+            "lora_scales": {},
+        }
+    )
 
 
 async def reply_in_process(state: State, url: str, body: bytes) -> Reply:
@@ -130,7 +135,7 @@ async def _create_file(request: Request) -> Response:
             request, file.write, request.app.state.settings.upload_bytes
         )
         if filename is None:
-            raise HttpError(400, "file: field required")
+            raise HttpError("file: field required")
         prefix = "expires_after["
         texts = {
             name[len(prefix) : -1]: text
@@ -152,7 +157,7 @@ async def _list_files(request: Request) -> Response:
     query = request.query_params
     if query.get("order", "desc") not in ("asc", "desc"):
         raise HttpError(
-            400, f"order: must be 'asc' or 'desc', but is {query['order']!r:.40}"
+            f"order: must be 'asc' or 'desc', but is {query['order']!r:.40}"
         )
     files = [
         file
@@ -176,11 +181,12 @@ async def _retrieve_file(request: Request) -> Response:
 
 
 async def _file_content(request: Request) -> Response:
-    store, file_id = _batches(request).files, request.path_params["file"]
+    store = _batches(request).files
+    file = store.get(request.path_params["file"])
     return FileResponse(
-        store.path(file_id),
+        store.contents(file.id),
         media_type="application/octet-stream",
-        filename=store.get(file_id).filename,
+        filename=file.filename,
     )
 
 
@@ -200,7 +206,7 @@ def _endpoint(value: str) -> str:
 
 
 class _BatchBody(Body):
-    input_file_id: Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
+    input_file_id: Name
     endpoint: Annotated[str, AfterValidator(_endpoint)]
     completion_window: Literal["24h"]
     metadata: Annotated[
@@ -217,17 +223,10 @@ class _BatchBody(Body):
 def _batch_object(batch: Batch) -> dict[str, Any]:
     counts = batch.counts
     return {
-        "id": batch.id,
+        **{name: each for name, each in asdict(batch).items() if name in BATCH_FIELDS},
         "object": "batch",
-        "endpoint": batch.endpoint,
-        "model": batch.model,
         "errors": {"object": "list", "data": batch.errors} if batch.errors else None,
-        "input_file_id": batch.input_file_id,
         "completion_window": "24h",
-        "status": batch.status,
-        "output_file_id": batch.output_file_id,
-        "error_file_id": batch.error_file_id,
-        **{name: value for name, value in asdict(batch).items() if name in TIMES},
         "request_counts": {
             "total": batch.total,
             "completed": counts.completed,
@@ -239,7 +238,6 @@ def _batch_object(batch: Batch) -> dict[str, Any]:
             counts.output_tokens,
             counts.reasoning_tokens,
         ),
-        "metadata": batch.metadata,
     }
 
 
@@ -274,7 +272,7 @@ async def _cancel_batch(request: Request) -> Response:
         batches.cancel(batch)
     elif batch.status != "cancelling":
         message = f"Cannot cancel a batch with status '{batch.status}'."
-        raise HttpError(HTTPStatus.CONFLICT, message, headers=NO_RETRY)
+        raise HttpError(message, HTTPStatus.CONFLICT, headers=NO_RETRY)
     return JSONResponse(_batch_object(batch))
 
 
@@ -286,12 +284,12 @@ def _listed(
 
 routes = [
     Route("/v1/files", _create_file, methods=["POST"]),
-    Route("/v1/files", _list_files, methods=["GET"]),
-    Route("/v1/files/{file}", _retrieve_file, methods=["GET"]),
+    Route("/v1/files", _list_files),
+    Route("/v1/files/{file}", _retrieve_file),
     Route("/v1/files/{file}", _delete_file, methods=["DELETE"]),
-    Route("/v1/files/{file}/content", _file_content, methods=["GET"]),
+    Route("/v1/files/{file}/content", _file_content),
     Route("/v1/batches", _create_batch, methods=["POST"]),
-    Route("/v1/batches", _list_batches, methods=["GET"]),
-    Route("/v1/batches/{batch}", _retrieve_batch, methods=["GET"]),
+    Route("/v1/batches", _list_batches),
+    Route("/v1/batches/{batch}", _retrieve_batch),
     Route("/v1/batches/{batch}/cancel", _cancel_batch, methods=["POST"]),
 ]

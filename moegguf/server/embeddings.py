@@ -35,7 +35,7 @@ from moegguf.server.common.conversation import Json
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import (
     Loading,
-    ModelName,
+    Name,
     SelectedName,
     Text,
     Texts,
@@ -52,11 +52,11 @@ RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
 
 
 def _shorten(
-    vectors: npt.NDArray[np.float32], n_dimensions: int | None
+    vectors: npt.NDArray[np.float32], n_dimensions: int
 ) -> npt.NDArray[np.float32]:
     """Cuts each vector to its first `n_dimensions` elements and scales it to length 1;
     a zero vector stays zero. The shape changes from (n, n_embd) to (n, n_dimensions).
-    Returns the vectors unchanged if `n_dimensions` is None, 0 or at least n_embd, or if
+    Returns the vectors unchanged if `n_dimensions` is 0 or at least n_embd, or if
     there are no vectors."""
     if not n_dimensions or not len(vectors) or n_dimensions >= vectors.shape[1]:
         return vectors
@@ -79,25 +79,24 @@ class EmbeddingsBody(Loading):
 
     limit: ClassVar[int] = limits.BODY_BYTES
 
-    model: ModelName
+    model: Name
     input: Annotated[Texts, AfterValidator(_not_empty)]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[Whole, Field(ge=1, le=1 << 20)] | None = None
-    truncate: bool | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[Whole, Field(ge=1, le=1 << 20)] = 0  # 0: all dimensions
+    truncate: bool = False
 
     async def whole_reply(self, state: State) -> Json:
         """Returns the reply, with a normalized vector for each text. Raises HttpError
         400 if `dimensions` is larger than the number of dimensions of the model's
         vectors."""
         found, _ = await _embed_texts(
-            state, self.model, self, self.input, truncate=bool(self.truncate)
+            state, self.model, self, self.input, truncate=self.truncate
         )
         vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(self.input), -1)
         n_embd = vectors.shape[1]
-        if self.dimensions is not None and self.dimensions > n_embd:
+        if self.dimensions > n_embd:
             raise HttpError(
-                400,
-                f"dimensions: must be at most {n_embd}, the model's number, but is {self.dimensions}",
+                f"dimensions: must be at most {n_embd}, as in the model's vectors, but is {self.dimensions}"
             )
         vectors = _shorten(vectors, self.dimensions)
         written: list[Any] = vectors.tolist()
@@ -121,9 +120,9 @@ class EmbeddingsBody(Loading):
 
 
 class _EmbedRequest(ModelBody, Loading):
-    input: str | _Inputs | None = None
-    truncate: bool | None = None
-    dimensions: Annotated[Whole | None, Field(ge=0, le=1 << 20)] = None
+    input: str | _Inputs = ""
+    truncate: bool = True
+    dimensions: Annotated[Whole, Field(ge=0, le=1 << 20)] = 0
 
 
 async def _embed(request: HttpRequest, body: _EmbedRequest) -> Json:
@@ -133,10 +132,10 @@ async def _embed(request: HttpRequest, body: _EmbedRequest) -> Json:
     texts = (
         [text for text in (body.input,) if text]
         if isinstance(body.input, str)
-        else body.input or []
+        else body.input
     )
     found, load_ns = await _compute(
-        request, body, texts, truncate=body.truncate is not False, normalize=True
+        request, body, texts, truncate=body.truncate, normalize=True
     )
     return {
         "model": body.model,
@@ -150,7 +149,7 @@ async def _embed(request: HttpRequest, body: _EmbedRequest) -> Json:
 
 
 class _EmbeddingRequest(ModelBody, Loading):
-    prompt: str | None = None
+    prompt: str = ""
 
 
 async def _embedding(request: HttpRequest, body: _EmbeddingRequest) -> Json:
@@ -167,44 +166,31 @@ async def _compute(
     request: HttpRequest,
     body: _EmbedRequest | _EmbeddingRequest,
     texts: list[str],
-    *,
-    truncate: bool,
-    normalize: bool,
+    **options: bool,
 ) -> tuple[Embeddings, int]:
     """Returns the vectors of texts, and the time that finding and loading the model
-    took, in nanoseconds. Raises HttpError 404 if there is no such model. Raises
-    ContextError for a text that is too long if `truncate` is False."""
+    took, in nanoseconds. `options` are keywords of `Calls.embed`. Raises HttpError 404
+    if there is no such model, and the errors of `Calls.embed`."""
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model)
     found_ns = body.age_ns
-    found, load_s = await _embed_texts(
-        state, entry, body, texts, truncate=truncate, normalize=normalize
-    )
+    found, load_s = await _embed_texts(state, entry, body, texts, **options)
     return found, found_ns + to_ns(load_s)
 
 
 async def _embed_texts(
-    state: State,
-    model: Any,
-    body: Loading,
-    texts: list[Any],
-    *,
-    truncate: bool,
-    normalize: bool = True,
+    state: State, model: Any, body: Loading, texts: list[Any], **options: bool
 ) -> tuple[Embeddings, float]:
     """Returns the vectors of texts, and the time that loading the model took, in
-    seconds (0 if it was already loaded). `model` is a name or an entry. If there are no
-    texts, the model is only loaded."""
+    seconds (0 if it was already loaded). `model` is a name or an entry, and `options`
+    are keywords of `Calls.embed`. If there are no texts, the model is only loaded."""
     async with state.manager.lease(
         model, body.overrides(), body.keep_alive_s()
     ) as lease:
         num_ctx = sampling_of(lease.entry, body.options).num_ctx
         if not texts:
             return Embeddings([], 0), lease.load_s
-        found = await lease.embed(
-            texts, truncate=truncate, normalize=normalize, num_ctx=num_ctx
-        )
-        return found, lease.load_s
+        return await lease.embed(texts, num_ctx=num_ctx, **options), lease.load_s
 
 
 # llama-server's
@@ -246,8 +232,8 @@ class _RerankBody(Loading):
 
     model: SelectedName = ""
     query: Annotated[str, Field(min_length=1)]
-    documents: _Inputs | None = None
-    texts: _Inputs | None = None
+    documents: _Inputs = []
+    texts: _Inputs = []
     top_n: Annotated[Whole, Field(ge=1)] | None = None
     return_documents: bool = False
     return_text: bool = False
@@ -263,11 +249,10 @@ class _RerankBody(Loading):
 async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
     """Replies with the scores of the documents for the query, best first. If the body
     has `top_n`, the reply has only the best `top_n` documents."""
-    texts = body.texts if body.documents is None else body.documents
+    texts = body.documents or body.texts
     if not texts:
         raise HttpError(
-            400,
-            "documents: a list of texts is missing or empty; send one with at least one text",
+            "documents: a list of texts is missing or empty; send one with at least one text"
         )
     model = selected_model(request.app.state, body.model)
     async with request.app.state.manager.lease(
@@ -279,7 +264,7 @@ async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
         )
     scores = {i: vector[0] for i, vector in enumerate(found.vectors)}
     best = sorted(scores, key=lambda i: -scores[i])[: body.top_n]
-    if body.documents is None:
+    if not body.documents:
         return [
             {
                 "index": i,

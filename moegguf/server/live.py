@@ -27,7 +27,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -36,10 +36,9 @@ from moegguf.errors import BudgetError
 from moegguf.models.entry import ModelEntry
 from moegguf.options import BUDGETS
 from moegguf.quantities import parse_expert_cache
-from moegguf.server.common import limits
-from moegguf.server.common.body import read_body
+from moegguf.server.common.body import Body, Whole, read_body, without_nulls
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import loaded_of
+from moegguf.server.common.options import Name, loaded_of
 from moegguf.server.common.replies import LineResponse, json_line
 from moegguf.serving.events import LoadedModel, Snapshot
 from moegguf.serving.memory_budget import planned_budgets
@@ -66,8 +65,7 @@ async def _live(request: HttpRequest) -> Response:
         per_s = 0.0
     if not 0 < per_s <= MAX_SNAPSHOTS_PER_S:
         raise HttpError(
-            400,
-            f"per_s must be a number above 0 and at most {MAX_SNAPSHOTS_PER_S:g}, but is {text!r:.40}",
+            f"per_s must be a number above 0 and at most {MAX_SNAPSHOTS_PER_S:g}, but is {text!r:.40}"
         )
     entry = await asyncio.to_thread(state.catalog.find, name) if name else None
     return LineResponse(snapshot_lines(state.manager, entry, per_s, state.ending))
@@ -134,16 +132,17 @@ async def snapshot_lines(
                 if (model := loaded.get(name)) is None:
                     continue
                 snapshot = now.since(before.get(name))
-                # Clients also display these figures, so a change in one of them
-                # triggers a snapshot.
-                figures = model.queue, model.stopping, *model.cache_bytes.values()
-                tokens = snapshot.stats.tokens, model.last_answer_s
+                # A change in one of these figures, which clients display, triggers a
+                # snapshot.
                 visible = (
                     snapshot.state,
                     snapshot.busy,
                     snapshot.layers,
-                    *tokens,
-                    *figures,
+                    snapshot.stats.tokens,
+                    model.last_answer_s,
+                    model.queue,
+                    model.stopping,
+                    *model.cache_bytes.values(),
                 )
                 if (
                     visible != sent.get(name)
@@ -174,31 +173,22 @@ def _loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any
     """Returns a loaded model and its budgets as a JSON object. `whole` adds the model's
     statistics and plan."""
     found = {
-        **{
-            name: value for name, value in vars(loaded).items() if name != "cache_bytes"
-        },
+        **vars(loaded),
         **_budget_object(loaded),
         "expires": loaded.expires and loaded.expires.isoformat(),
         "names": [each.name for each in loaded.names],
         "stats": loaded.stats.as_dict(),
     }
-    return (
-        found
-        if whole
-        else {
-            name: value
-            for name, value in found.items()
-            if name not in ("stats", "plan")
-        }
-    )
+    hidden = {"cache_bytes"} if whole else {"cache_bytes", "stats", "plan"}
+    return {name: value for name, value in found.items() if name not in hidden}
 
 
-class _BudgetRequest(BaseModel):
+class _BudgetRequest(Body):
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field(min_length=1, max_length=limits.NAME_CHARS)
-    expert_cache: str | int | None = Field(default=None, union_mode="left_to_right")
-    vram_cache: str | int | None = Field(default=None, union_mode="left_to_right")
+    model: Name
+    expert_cache: str | Whole | None = None
+    vram_cache: str | Whole | None = None
 
 
 async def _put_budget(request: HttpRequest) -> Response:
@@ -207,22 +197,19 @@ async def _put_budget(request: HttpRequest) -> Response:
     small, or larger than the free memory allows. Raises ModelNotFoundError for a model
     that is not loaded, and BusyError while it is being loaded or unloaded."""
     body = await read_body(request, _BudgetRequest)
-    given = {"RAM": body.expert_cache, "VRAM": body.vram_cache}
-    if set(given.values()) == {None}:
+    given = without_nulls({"RAM": body.expert_cache, "VRAM": body.vram_cache})
+    if not given:
         raise HttpError(
-            400,
-            "a budget needs expert_cache or vram_cache, but neither is given; give at least one of them",
+            "a budget needs expert_cache or vram_cache, but neither is given; give at least one of them"
         )
     try:
         budgets = [
-            parse_expert_cache(str(value), tier)
-            for tier, value in given.items()
-            if value is not None
+            parse_expert_cache(str(value), tier) for tier, value in given.items()
         ]
         loaded = await request.app.state.manager.set_budget(body.model, *budgets)
         return JSONResponse(_budget_object(loaded))
     except BudgetError as error:
-        raise HttpError(400, str(error)) from None
+        raise HttpError(str(error)) from None
 
 
 async def _get_budget(request: HttpRequest) -> Response:
@@ -233,7 +220,7 @@ async def _get_budget(request: HttpRequest) -> Response:
     if loaded := loaded_of(state, entry):
         return JSONResponse(_budget_object(loaded))
     raise HttpError(
-        404, f"{entry.name} is not loaded; send it a prompt, which loads it."
+        f"{entry.name} is not loaded; send it a prompt, which loads it.", 404
     )
 
 
@@ -266,6 +253,6 @@ def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
 
 routes = [
     Route("/live", _live),
-    Route("/budget", _get_budget, methods=["GET"]),
+    Route("/budget", _get_budget),
     Route("/budget", _put_budget, methods=["PUT"]),
 ]

@@ -46,7 +46,7 @@ from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import (
     MAX_TOKEN,
     Adapters,
-    ModelName,
+    Name,
     SelectedName,
     Stop,
     Stops,
@@ -64,6 +64,7 @@ from moegguf.server.common.replies import (
     dumps,
     event_line,
     logprob_objects,
+    present,
 )
 from moegguf.server.openai import chat
 from moegguf.server.openai.completions import fields_of
@@ -127,11 +128,7 @@ async def _props(request: HttpRequest) -> Response:
             "model_alias": entry.name,
             "model_path": entry.path.name,
             "chat_template": known.template or "",
-            **(
-                {"chat_template_tool_use": known.tool_template}
-                if known.tool_template
-                else {}
-            ),
+            **present(chat_template_tool_use=known.tool_template),
             "modalities": {"vision": "vision" in known.capabilities, "audio": False},
             "build_info": f"moegguf-{__version__}",
             "is_sleeping": loaded is None,
@@ -150,7 +147,7 @@ async def _slots(request: HttpRequest) -> Response:
         request.query_params.get("fail_on_no_slot")
         and loaded.n_answering >= loaded.n_parallel
     ):
-        raise HttpError(503, "no slot available")
+        raise HttpError("no slot available", 503)
     each = {
         "n_ctx": loaded.n_ctx,
         "speculative": False,
@@ -166,7 +163,7 @@ async def _slots(request: HttpRequest) -> Response:
 
 class _SlotBody(Body):
     filename: Annotated[str, Field(max_length=limits.NAME_CHARS)] = ""
-    model: ModelName | None = None
+    model: Name | None = None
 
 
 async def _change_slot(request: HttpRequest) -> Response:
@@ -176,12 +173,11 @@ async def _change_slot(request: HttpRequest) -> Response:
     action, slot = request.query_params.get("action"), request.path_params["slot"]
     if action not in SLOT_ACTIONS:
         raise HttpError(
-            400,
-            f"action: must be one of {', '.join(SLOT_ACTIONS)}, but is {action!r:.40}",
+            f"action: must be one of {', '.join(SLOT_ACTIONS)}, but is {action!r:.40}"
         )
     if not (slot.isascii() and slot.isdigit() and len(slot) < 10):
         raise HttpError(
-            400, f"a slot must be a number of at most 9 digits, but is {slot!r:.40}"
+            f"a slot must be a number of at most 9 digits, but is {slot!r:.40}"
         )
     raw = await read_bytes(request)
     body = parse_body(raw, _SlotBody) if raw.strip() else _SlotBody()
@@ -190,7 +186,7 @@ async def _change_slot(request: HttpRequest) -> Response:
     if action != "erase":
         if SLOT_FILE.fullmatch(body.filename) is None:
             rule = "must be 1 to 200 letters, digits and ._- with no dot first"
-            raise HttpError(400, f"filename: {rule}, but is {body.filename!r:.60}")
+            raise HttpError(f"filename: {rule}, but is {body.filename!r:.60}")
         folder = data_folder() / "slots"
         used_bytes = await asyncio.to_thread(_bytes_in, folder)
         files["path"] = str(folder / (current_owner.get() or "shared") / body.filename)
@@ -201,14 +197,11 @@ async def _change_slot(request: HttpRequest) -> Response:
         start_s = time.perf_counter()
         async with state.manager.lease(model) as lease:
             counts = await lease.slot(action, int(slot), **files)
-        named = {} if action == "erase" else {"filename": body.filename}
-        timings = {f"{action}_ms": (time.perf_counter() - start_s) * 1e3}
-        return {
-            "id_slot": int(slot),
-            **named,
-            **counts,
-            **({"timings": timings} if named else {}),
-        }
+        reply: Json = {"id_slot": int(slot), **counts}
+        if action != "erase":
+            work_ms = (time.perf_counter() - start_s) * 1e3
+            reply |= {"filename": body.filename, "timings": {f"{action}_ms": work_ms}}
+        return reply
 
     return WholeResponse(work())
 
@@ -240,12 +233,12 @@ class _TokenizeBody(Body):
     each token."""
 
     content: str = Field(validation_alias=AliasChoices("content", "prompt"))
-    add_special: bool | None = Field(
-        None, validation_alias=AliasChoices("add_special", "add_special_tokens")
+    add_special: bool = Field(
+        False, validation_alias=AliasChoices("add_special", "add_special_tokens")
     )
-    parse_special: bool | None = None
-    with_pieces: bool | None = None
-    model: ModelName | None = None
+    parse_special: bool = True
+    with_pieces: bool = False
+    model: Name | None = None
 
 
 async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
@@ -253,10 +246,9 @@ async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
     false) adds the tokens that the model puts around a text, such as BOS.
     `parse_special` (default: true) converts the names of special tokens in the text to
     these tokens."""
-    special = body.parse_special is not False
     async with _shared_lease(request, body.model) as lease:
         tokens = await lease.tokenize(
-            body.content, special=special, add_special=body.add_special is True
+            body.content, special=body.parse_special, add_special=body.add_special
         )
         if not body.with_pieces:
             return {"tokens": tokens}
@@ -280,7 +272,7 @@ def _piece(piece: bytes) -> str | list[int]:
 
 class _DetokenizeBody(Body):
     tokens: list[Annotated[Whole, Field(ge=0, le=MAX_TOKEN)]]
-    model: ModelName | None = None
+    model: Name | None = None
 
 
 async def _detokenize(request: HttpRequest, body: _DetokenizeBody) -> Json:
@@ -354,12 +346,12 @@ class _NativeBody(chat.GenerationBody):
     # `max_tokens` applies
     n_predict: Annotated[Whole, Field(ge=-2, le=MAX_ANSWER_TOKENS)] | None = None
     n_keep: Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
-    n_probs: chat.TopLogprobs | None = None
-    logit_bias: Annotated[chat.Biases, BeforeValidator(_biases_of)] | None = None
-    reasoning_budget_start_tag: Stop | None = None
-    reasoning_budget_end_tag: Stop | None = None
-    reasoning_budget_end_tags: Stops | None = None
-    return_tokens: bool | None = None
+    n_probs: chat.TopLogprobs = 0
+    logit_bias: Annotated[chat.Biases, BeforeValidator(_biases_of)] = {}
+    reasoning_budget_start_tag: Stop = ""
+    reasoning_budget_end_tag: Stop = ""
+    reasoning_budget_end_tags: Stops = []
+    return_tokens: bool = False
 
     def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
         sampling = super().sampling(entry, most)
@@ -370,19 +362,16 @@ class _NativeBody(chat.GenerationBody):
     def native_request(self, entry: ModelEntry, **fields: Any) -> Request:
         """Returns a request with the fields that /completion and /infill share, and
         with the given `fields`."""
-        opens, closes = self.reasoning_budget_start_tag, self.reasoning_budget_end_tags
-        closes = (
-            [self.reasoning_budget_end_tag]
-            if closes is None and self.reasoning_budget_end_tag
-            else closes
-        )
+        opens = self.reasoning_budget_start_tag
+        tags = self.reasoning_budget_end_tags or [self.reasoning_budget_end_tag]
+        closes = [tag for tag in tags if tag]
         return self.request(
             entry,
             self.max_tokens if self.n_predict is None else self.n_predict,
-            think_marks=(opens, *filter(None, closes)) if opens and closes else (),
+            think_marks=(opens, *closes) if opens and closes else (),
             n_logprobs=self.n_probs or None,
             prompt_only=self.n_predict == 0,
-            return_tokens=self.streams or bool(self.return_tokens),
+            return_tokens=self.stream or self.return_tokens,
             **fields,
         )
 
@@ -408,9 +397,7 @@ class _InfillBody(_NativeBody):
     input_prefix: str
     input_suffix: str
     prompt: str = ""
-    input_extra: Annotated[list[_ExtraFile], Field(max_length=MAX_FILES)] = Field(
-        default_factory=list
-    )
+    input_extra: Annotated[list[_ExtraFile], Field(max_length=MAX_FILES)] = []
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         files = tuple((file.filename, file.text) for file in self.input_extra)
@@ -488,8 +475,8 @@ class _NativeReply(Reply):
             "logit_bias": [
                 {"token": token, "bias": bias} for token, bias in self._biases.items()
             ],
-            "n_probs": self.body.n_probs or 0,
-            "stream": self.body.streams,
+            "n_probs": self.body.n_probs,
+            "stream": self.body.stream,
         }
         found = self._part(
             content,
@@ -523,14 +510,17 @@ async def _adapters(request: HttpRequest) -> Response:
     scale = (state.lora_scales or {}).get(
         entry.name, state.settings.loading.get("lora_scale", 1.0)
     )
-    found = {
-        "id": 0,
-        "path": entry.adapter.name,
-        "scale": scale,
-        "task_name": "",
-        "prompt_prefix": "",
-    }
-    return JSONResponse([found])
+    return JSONResponse(
+        [
+            {
+                "id": 0,
+                "path": entry.adapter.name,
+                "scale": scale,
+                "task_name": "",
+                "prompt_prefix": "",
+            }
+        ]
+    )
 
 
 class _AdaptersBody(Body):
@@ -544,8 +534,8 @@ async def _set_adapters(request: HttpRequest) -> Response:
     scales: dict[str, float] | None = request.app.state.lora_scales
     if scales is None:
         raise HttpError(
-            501,
             "replicas do not share the scales of LoRA adapters; send `lora` with each request",
+            501,
         )
     body = parse_fields({"lora": parse_value(await read_bytes(request))}, _AdaptersBody)
     entry, *_ = await _selected(request)
@@ -562,19 +552,17 @@ class _TemplateBody(chat.ChatBody):
 _NativeBody.reply_kind = _NativeReply
 
 routes = [
-    Route("/health", _health, methods=["GET"]),
-    Route("/props", _props, methods=["GET"]),
-    Route("/slots", _slots, methods=["GET"]),
+    Route("/health", _health),
+    Route("/props", _props),
+    Route("/slots", _slots),
     Route("/slots/{slot}", _change_slot, methods=["POST"]),
-    Route("/lora-adapters", _adapters, methods=["GET"]),
+    Route("/lora-adapters", _adapters),
     Route("/lora-adapters", _set_adapters, methods=["POST"]),
     computed("/tokenize", _TokenizeBody, _tokenize),
     computed("/detokenize", _DetokenizeBody, _detokenize),
-    Route("/tokenizer_info", _tokenizer_info, methods=["GET"]),
+    Route("/tokenizer_info", _tokenizer_info),
     conversation("/completion", _NativeCompletionBody),
     conversation("/completions", _NativeCompletionBody),
     conversation("/infill", _InfillBody),
-    about_prompt(
-        "/apply-template", _TemplateBody, "render", lambda text: {"prompt": text}
-    ),
+    about_prompt("/apply-template", _TemplateBody, "render", "prompt"),
 ]

@@ -10,7 +10,7 @@ server runs: the counts of an unloaded model remain in its total.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moegguf.engine.stats import Stats, TierStats
+from moegguf.engine.stats import Stats
 from moegguf.generate.request import AnswerSummary
 from moegguf.serving.events import Done, Event, LoadedModel
 
@@ -28,103 +28,106 @@ if TYPE_CHECKING:
     from prometheus_client import Metric  # a slow import, which only a scrape needs
 
 
-class CounterSpec(NamedTuple):
-    """A counter metric that is read from fields of `Stats`, `TierStats` or
-    `DriveStats`."""
+class MetricSpec(NamedTuple):
+    """A metric that is read from the fields of statistics."""
 
-    name: str
+    name: str  # name without the prefix moegguf_, and without _total
     help: str
-    fields: Mapping[str, str]  # {value of the label `by`: field of the statistics}
-    # Name of a label in addition to the model's; "": there is one field and no such
-    # label.
+    field: str = ""  # field of the statistics; "": `fields` has several
+    # Name of a label in addition to the label of the model; "": there is no such label.
     by: str = ""
+    fields: Mapping[str, str] = {}  # {value of the label `by`: field of the statistics}
 
 
 COUNTS = (
-    CounterSpec("tokens", "Tokens evaluated, in prompts and answers.", {"": "tokens"}),
-    CounterSpec("passes", "Passes through all layers of the model.", {"": "passes"}),
-    CounterSpec("draft_tokens", "Draft tokens that were verified.", {"": "drafted_tokens"}),
-    CounterSpec("draft_accepted_tokens", "Draft tokens that were then also sampled.", {"": "accepted_tokens"}),
-    CounterSpec("expert_lookups", "Lookups: distinct experts that layers needed, summed over passes.", {"": "lookups"}),
-    CounterSpec("expert_hits", "Lookups that found the expert in a slot (ready) or on its way to one (late).",
-          {"ready": "hits_ready", "late": "hits_late"}, "kind"),
-    CounterSpec("expert_misses", "Lookups that found the expert neither in a slot nor on its way to one.",
-          {"": "misses"}),
-    CounterSpec("expert_evictions", "Experts evicted from their slots.", {"": "evictions"}),
-    CounterSpec("expert_read_bytes", "Bytes of experts read from files, for misses and prefetches.",
-          {"miss": "bytes_missed", "prefetch": "bytes_prefetched"}, "cause"),
-    CounterSpec("expert_reads", "Reads of experts from files.", {"": "reads"}),
-    CounterSpec("expert_read_retries", "Retries of failed reads.", {"": "read_retries"}),
-    CounterSpec("expert_read_errors", "Reads that failed permanently.", {"": "read_errors"}),
-    CounterSpec("expert_prefetches", "Prefetches of experts, by outcome.",
-          {"requested": "prefetch_requested", "started": "prefetch_started", "useful": "prefetch_useful",
-           "late": "prefetch_late", "wasted": "prefetch_wasted", "dropped": "prefetch_dropped"}, "state"),
-    CounterSpec("stall_seconds", "Time that computation spent waiting for experts.", {"": "stall_s"}),
-    CounterSpec("read_seconds", "Time spent reading, summed over reader threads.", {"": "read_s"}),
-    CounterSpec("staged_bytes", "Bytes of experts copied into staging tensors for prompts.", {"": "bytes_staged"}),
-    CounterSpec("staging_copy_seconds", "Time spent copying experts into staging tensors.", {"": "staging_copy_s"}),
-    CounterSpec("staging_stall_seconds", "Time that layers spent waiting for staging.", {"": "staging_stall_s"}),
-    CounterSpec("eval_seconds", "Time spent in passes, including stalls.", {"": "eval_s"}),
+    MetricSpec("tokens", "Tokens evaluated, in prompts and answers.", "tokens"),
+    MetricSpec("passes", "Passes through all layers of the model.", "passes"),
+    MetricSpec("draft_tokens", "Draft tokens that were verified.", "drafted_tokens"),
+    MetricSpec("draft_accepted_tokens", "Draft tokens that were then also sampled.", "accepted_tokens"),
+    MetricSpec("expert_lookups", "Lookups: distinct experts that layers needed, summed over passes.", "lookups"),
+    MetricSpec("expert_hits", "Lookups that found the expert in a slot (ready) or on its way to one (late).",
+               by="kind", fields={"ready": "hits_ready", "late": "hits_late"}),
+    MetricSpec("expert_misses", "Lookups that found the expert neither in a slot nor on its way to one.",
+               "misses"),
+    MetricSpec("expert_evictions", "Experts evicted from their slots.", "evictions"),
+    MetricSpec("expert_read_bytes", "Bytes of experts read from files, for misses and prefetches.",
+               by="cause", fields={"miss": "bytes_missed", "prefetch": "bytes_prefetched"}),
+    MetricSpec("expert_reads", "Reads of experts from files.", "reads"),
+    MetricSpec("expert_read_retries", "Retries of failed reads.", "read_retries"),
+    MetricSpec("expert_read_errors", "Reads that failed permanently.", "read_errors"),
+    MetricSpec("expert_prefetches", "Prefetches of experts, by outcome.",
+               by="state",
+               fields={"requested": "prefetch_requested", "started": "prefetch_started", "useful": "prefetch_useful",
+                       "late": "prefetch_late", "wasted": "prefetch_wasted", "dropped": "prefetch_dropped"}),
+    MetricSpec("stall_seconds", "Time that computation spent waiting for experts.", "stall_s"),
+    MetricSpec("read_seconds", "Time spent reading, summed over reader threads.", "read_s"),
+    MetricSpec("staged_bytes", "Bytes of experts copied into staging tensors for prompts.", "bytes_staged"),
+    MetricSpec("staging_copy_seconds", "Time spent copying experts into staging tensors.", "staging_copy_s"),
+    MetricSpec("staging_stall_seconds", "Time that layers spent waiting for staging.", "staging_stall_s"),
+    MetricSpec("eval_seconds", "Time spent in passes, including stalls.", "eval_s"),
 )  # fmt: skip
 
 # Fields of `TierStats`, counted for each model, device and tier ("vram", "ram" or
 # "cpu").
 TIER_COUNTS = (
-    CounterSpec("tier_lookups", "Lookups in the tier. RAM below VRAM counts only lookups that missed in VRAM.",
-          {"": "lookups"}),
-    CounterSpec("tier_hits", "Lookups that found the expert in the tier (ready) or on its way there (late).",
-          {"ready": "hits_ready", "late": "hits_late"}, "kind"),
-    CounterSpec("tier_misses", "Lookups that found the expert neither in the tier nor on its way there.",
-          {"": "misses"}),
-    CounterSpec("tier_evictions", "Experts evicted from the tier's slots.", {"": "evictions"}),
-    CounterSpec("tier_received_bytes", "Bytes of experts moved into the tier's slots, for misses and prefetches.",
-          {"miss": "bytes_missed", "prefetch": "bytes_prefetched"}, "cause"),
-    CounterSpec("tier_stall_seconds", "Time spent waiting for experts. For RAM below VRAM: for reads from files.",
-          {"": "stall_s"}),
+    MetricSpec("tier_lookups", "Lookups in the tier. RAM below VRAM counts only lookups that missed in VRAM.",
+               "lookups"),
+    MetricSpec("tier_hits", "Lookups that found the expert in the tier (ready) or on its way there (late).",
+               by="kind", fields={"ready": "hits_ready", "late": "hits_late"}),
+    MetricSpec("tier_misses", "Lookups that found the expert neither in the tier nor on its way there.",
+               "misses"),
+    MetricSpec("tier_evictions", "Experts evicted from the tier's slots.", "evictions"),
+    MetricSpec("tier_received_bytes", "Bytes of experts moved into the tier's slots, for misses and prefetches.",
+               by="cause", fields={"miss": "bytes_missed", "prefetch": "bytes_prefetched"}),
+    MetricSpec("tier_stall_seconds", "Time spent waiting for experts. For RAM below VRAM: for reads from files.",
+               "stall_s"),
 )  # fmt: skip
 TIER_LABELS = ("tier", "device")
 # Fields of `DriveStats`, counted for each model and each copy of its files ("file",
 # "mirror 1", ...).
 DRIVE_COUNTS = (
-    CounterSpec(
-        "drive_read_bytes",
-        "Bytes of experts read from a copy of the model's files.",
-        {"": "bytes_read"},
-    ),
-    CounterSpec(
-        "drive_reads",
-        "Reads of experts from a copy of the model's files.",
-        {"": "reads"},
-    ),
-)
+    MetricSpec("drive_read_bytes", "Bytes of experts read from a copy of the model's files.", "bytes_read"),
+    MetricSpec("drive_reads", "Reads of experts from a copy of the model's files.", "reads"),
+)  # fmt: skip
 
-# Rows of name, help text and field of `AnswerSummary`. The exception is "answers",
-# which counts the finished answers.
+# Fields of `AnswerSummary`, counted for each model. The exception is "answers", the
+# number of finished answers.
 ANSWERS = (
-    ("answers", "Finished answers.", "answers"),
-    ("prompt_tokens", "Prompt tokens that were evaluated.", "prompt_tokens"),
-    (
-        "prompt_tokens_cached",
-        "Prompt tokens that were reused from memory or disk.",
-        "cached_tokens",
-    ),
-    ("prompt_tokens_disk", "Prompt tokens that were reused from disk.", "disk_tokens"),
-    ("answer_tokens", "Tokens in answers.", "answer_tokens"),
-    (
-        "prompt_seconds",
-        "Time from the start of prompt evaluation to the first token of the answer.",
-        "prompt_s",
-    ),
-    (
-        "answer_seconds",
-        "Time from the first token of the answer to its end.",
-        "answer_s",
-    ),
-)
+    MetricSpec("answers", "Finished answers.", "answers"),
+    MetricSpec("prompt_tokens", "Prompt tokens that were evaluated.", "prompt_tokens"),
+    MetricSpec("prompt_tokens_cached", "Prompt tokens that were reused from memory or disk.", "cached_tokens"),
+    MetricSpec("prompt_tokens_disk", "Prompt tokens that were reused from disk.", "disk_tokens"),
+    MetricSpec("answer_tokens", "Tokens in answers.", "answer_tokens"),
+    MetricSpec("prompt_seconds", "Time from the start of prompt evaluation to the first token of the answer.",
+               "prompt_s"),
+    MetricSpec("answer_seconds", "Time from the first token of the answer to its end.", "answer_s"),
+)  # fmt: skip
+
+# Fields of a `LoadedModel` and of its `stats`; `_figures` adds "resident_bytes".
+GAUGES = (
+    MetricSpec("slots", "Usable slots of the expert cache.", "n_slots"),
+    MetricSpec("slots_used", "Slots of the expert cache that hold an expert.", "slots_used"),
+    MetricSpec("experts", "Experts in all layers of the model.", "n_experts"),
+    MetricSpec("expert_cache_bytes", "Size of the usable slots of the expert cache.", "pool_bytes"),
+    MetricSpec("staging_bytes", "Size of the staging tensors for prompts.", "staging_bytes"),
+    MetricSpec("planned_bytes", "Memory planned for the model.", "size_bytes"),
+    MetricSpec("planned_gpu_bytes", "GPU memory planned for the model.", "vram_bytes"),
+    MetricSpec("resident_bytes", "Resident memory of the model's process.", "resident_bytes"),
+    MetricSpec("context_tokens", "Size of the context, in tokens.", "n_ctx"),
+    MetricSpec("busy", "1 if an answer is being generated, otherwise 0.", "busy"),
+    MetricSpec("requests_waiting", "Requests waiting for the model.", "queue"),
+)  # fmt: skip
+TIER_GAUGES = (
+    MetricSpec("tier_slots", "Usable slots of the tier.", "n_slots"),
+    MetricSpec("tier_slots_used", "Slots of the tier that hold an expert.", "slots_used"),
+    MetricSpec("tier_bytes", "Size of the usable slots of the tier.", "pool_bytes"),
+)  # fmt: skip
 
 Family = tuple[str, str, Sequence[str], Sequence[tuple[Sequence[str], float]]]
 """The name, help text and label names of a metric, then pairs of (values of the labels,
 number)."""
+Figures = list[tuple[tuple[str, ...], Mapping[str, Any]]]
+"""Pairs of (values of the labels, {field: number})."""
 
 
 class Totals:
@@ -142,8 +145,8 @@ class Totals:
     def add(self, model: str, summary: AnswerSummary) -> None:
         """Adds the counts of a finished answer from `model`."""
         figures = {"answers": 1, **vars(summary)}
-        for _, _, field in ANSWERS:
-            self.answers[model][field] += figures[field]
+        for spec in ANSWERS:
+            self.answers[model][spec.field] += figures[spec.field]
 
     def prompt_tokens(self, model: str) -> dict[str, int]:
         """Returns, for a model's finished answers, the numbers of prompt tokens that
@@ -167,44 +170,22 @@ class Totals:
             self._last[model.pid] = model.stats
 
 
-def _tiers(
-    models: Iterable[tuple[str, Stats]],
-) -> list[tuple[tuple[str, ...], TierStats]]:
-    """Returns a pair for each tier of each model: the values of its labels (model,
-    tier, device), and its statistics."""
+def _tiers(models: Iterable[tuple[str, Stats]]) -> Figures:
+    """Returns the figures of each tier of each model. Their labels are the model, the
+    tier and the device."""
     return [
-        ((name, tier.name.lower(), tier.device), tier)
+        ((name, tier.name.lower(), tier.device), vars(tier))
         for name, stats in models
         for tier in stats.tiers
     ]
 
 
-def _resident_bytes(pid: int) -> int:
+def _figures(model: LoadedModel) -> Mapping[str, Any]:
+    """Returns the present figures of a loaded model."""
+    resident_bytes = 0
     with suppress(psutil.Error):  # the process may have just ended
-        return int(psutil.Process(pid).memory_info().rss)
-    return 0
-
-
-GAUGES: tuple[tuple[str, str, Callable[[LoadedModel], float]], ...] = (
-    ("slots", "Usable slots of the expert cache.", lambda model: model.stats.n_slots),
-    ("slots_used", "Slots of the expert cache that hold an expert.", lambda model: model.stats.slots_used),
-    ("experts", "Experts in all layers of the model.", lambda model: model.stats.n_experts),
-    ("expert_cache_bytes", "Size of the usable slots of the expert cache.", lambda model: model.stats.pool_bytes),
-    ("staging_bytes", "Size of the staging tensors for prompts.", lambda model: model.stats.staging_bytes),
-    ("planned_bytes", "Memory planned for the model.", lambda model: model.size_bytes),
-    ("planned_gpu_bytes", "GPU memory planned for the model.", lambda model: model.vram_bytes),
-    ("resident_bytes", "Resident memory of the model's process.", lambda model: _resident_bytes(model.pid)),
-    ("context_tokens", "Size of the context, in tokens.", lambda model: model.n_ctx),
-    ("busy", "1 if an answer is being generated, otherwise 0.", lambda model: model.busy),
-    ("requests_waiting", "Requests waiting for the model.", lambda model: model.queue),
-)  # fmt: skip
-
-
-TIER_GAUGES = (
-    ("tier_slots", "Usable slots of the tier.", "n_slots"),
-    ("tier_slots_used", "Slots of the tier that hold an expert.", "slots_used"),
-    ("tier_bytes", "Size of the usable slots of the tier.", "pool_bytes"),
-)
+        resident_bytes = psutil.Process(model.pid).memory_info().rss
+    return {**vars(model.stats), **vars(model), "resident_bytes": resident_bytes}
 
 
 class _Scrape:
@@ -235,8 +216,8 @@ class _Scrape:
         """Yields llama-server's metrics that apply here. Rates are means since the
         server's start."""
         total = {
-            field: sum(one[field] for one in self._answers.values())
-            for _, _, field in ANSWERS
+            spec.field: sum(one[spec.field] for one in self._answers.values())
+            for spec in ANSWERS
         }
         n_prompt, prompt_s = total["prompt_tokens"], total["prompt_s"]
         n_answer, answer_s = total["answer_tokens"], total["answer_s"]
@@ -288,45 +269,32 @@ class _Scrape:
     def _own_metrics(self) -> Iterator[Family]:
         """Yields the counters since the server's start, then the gauges of the loaded
         models."""
-        for name, text, field in ANSWERS:
-            answers = [((model,), done[field]) for model, done in self._answers.items()]
-            yield f"moegguf_{name}_total", text, ("model",), answers
-        models = [((name,), stats) for name, stats in self._stats]
+        answers: Figures = [((name,), done) for name, done in self._answers.items()]
+        models: Figures = [((name,), vars(stats)) for name, stats in self._stats]
         tiers = sorted(_tiers(self._stats), key=lambda tier: tier[0])
-        drives = [
-            ((name, drive.name), drive)
+        drives: Figures = [
+            ((name, drive.name), vars(drive))
             for name, stats in self._stats
             for drive in stats.drives
         ]
-        of_all = (
-            ((), COUNTS, models),
-            (TIER_LABELS, TIER_COUNTS, tiers),
-            (("drive",), DRIVE_COUNTS, drives),
-        )
-        for labels, counters, figures in of_all:
-            for spec in counters:
-                names = ("model", *labels, *([spec.by] if spec.by else ()))
-                counted = [
-                    ((*of, value), getattr(found, field))
-                    for of, found in figures
-                    for value, field in spec.fields.items()
-                ]
-                yield f"moegguf_{spec.name}_total", spec.help, names, counted
-        for name, text, value in GAUGES:
-            yield (
-                f"moegguf_{name}",
-                text,
-                ("model",),
-                [((m.name,), float(value(m))) for m in self._loaded],
-            )
+        loaded: Figures = [((model.name,), _figures(model)) for model in self._loaded]
         present = _tiers((model.name, model.stats) for model in self._loaded)
-        for name, text, field in TIER_GAUGES:
-            yield (
-                f"moegguf_{name}",
-                text,
-                ("model", *TIER_LABELS),
-                [(of, getattr(tier, field)) for of, tier in present],
-            )
+        for specs, labels, figures, suffix in (
+            (ANSWERS, (), answers, "_total"),
+            (COUNTS, (), models, "_total"),
+            (TIER_COUNTS, TIER_LABELS, tiers, "_total"),
+            (DRIVE_COUNTS, ("drive",), drives, "_total"),
+            (GAUGES, (), loaded, ""),
+            (TIER_GAUGES, TIER_LABELS, present, ""),
+        ):
+            for spec in specs:
+                names = ("model", *labels, *([spec.by] if spec.by else ()))
+                samples = [
+                    ((*of, value), float(found[field]))
+                    for of, found in figures
+                    for value, field in (spec.fields or {"": spec.field}).items()
+                ]
+                yield f"moegguf_{spec.name}{suffix}", spec.help, names, samples
 
 
 def exposition(totals: Totals, loaded: Iterable[LoadedModel]) -> str:
@@ -357,4 +325,4 @@ async def _metrics(request: HttpRequest) -> Response:
     )
 
 
-routes = [Route("/metrics", _metrics, methods=["GET"])]
+routes = [Route("/metrics", _metrics)]

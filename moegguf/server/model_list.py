@@ -8,7 +8,6 @@ reply about one model repeats the id in the request.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -48,28 +47,24 @@ def _described(entry: ModelEntry, is_anthropic: bool) -> dict[str, Any]:
         "owned_by": owners[-1] if owners else DEFAULT_OWNER,
     }
     if known:
-        names = {
-            "n_params": known.n_parameters,
-            "n_expert": known.n_expert,
-            "n_expert_used": known.n_expert_used,
-        }
         meta = {
             "n_ctx_train": known.n_ctx_train,
             "n_embd": known.n_embd,
-            **names,
+            "n_params": known.n_parameters,
+            "n_expert": known.n_expert,
+            "n_expert_used": known.n_expert_used,
             "size": entry.size_bytes,
         }
         found |= {"context_length": known.n_ctx_train, "meta": meta}
     return found
 
 
-async def _list_models(request: HttpRequest) -> Response:
+def _list_models(request: HttpRequest) -> Response:
     """Replies with all models of the catalog, newest first. Clients of Anthropic's API
-    get one page: at most `limit` models after `after_id` or before `before_id`."""
+    get one page: at most `limit` models after `after_id` or before `before_id`.
+    Starlette calls this function on a thread."""
     catalog, is_anthropic = request.app.state.catalog, lists_for_anthropic(request)
-    models = await asyncio.to_thread(
-        lambda: [_described(entry, is_anthropic) for entry in catalog.entries()]
-    )
+    models = [_described(entry, is_anthropic) for entry in catalog.entries()]
     if not is_anthropic:
         return JSONResponse({"object": "list", "data": models})
     found = page(request, models, MAX_LISTED, DEFAULT_LISTED, "_id")
@@ -78,20 +73,13 @@ async def _list_models(request: HttpRequest) -> Response:
     )
 
 
-async def _retrieve_model(request: HttpRequest) -> Response:
-    catalog, name, is_anthropic = (
-        request.app.state.catalog,
-        request.path_params["model"],
-        lists_for_anthropic(request),
-    )
-
-    def work() -> dict[str, Any]:
-        return _described(replace(find(catalog, name), name=name), is_anthropic)
-
-    return JSONResponse(await asyncio.to_thread(work))
+def _retrieve_model(request: HttpRequest) -> Response:  # called on a thread
+    name = request.path_params["model"]
+    entry = replace(find(request.app.state.catalog, name), name=name)
+    return JSONResponse(_described(entry, lists_for_anthropic(request)))
 
 
 routes = [
-    Route(MODELS_PATH, _list_models, methods=["GET"]),
-    Route(f"{MODELS_PATH}/{{model:path}}", _retrieve_model, methods=["GET"]),
+    Route(MODELS_PATH, _list_models),
+    Route(f"{MODELS_PATH}/{{model:path}}", _retrieve_model),
 ]

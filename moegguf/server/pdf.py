@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 from asyncio.subprocess import DEVNULL, PIPE
-from threading import BoundedSemaphore
 from typing import Any
 
 from starlette.requests import Request
@@ -24,7 +23,7 @@ MAX_S = 60.0
 MAX_PROCESSES = 2
 COMMAND = child_command(f"{__package__}.pdf_child")
 
-_free = BoundedSemaphore(MAX_PROCESSES)
+_free = asyncio.Semaphore(MAX_PROCESSES)
 
 
 async def _pdf_text(request: Request) -> Response:
@@ -32,17 +31,15 @@ async def _pdf_text(request: Request) -> Response:
     400 if the file cannot be read, and 503 while MAX_PROCESSES other files are being
     read."""
     data = await read_bytes(request, MAX_BYTES)
-    if not _free.acquire(blocking=False):
+    if _free.locked():
         raise HttpError(
-            503,
             f"{MAX_PROCESSES} other PDF files are being read; try again in a moment",
+            503,
         )
-    try:
+    async with _free:
         found = await _read(data)
-    finally:
-        _free.release()
     if "error" in found:
-        raise HttpError(400, found["error"])
+        raise HttpError(found["error"])
     return JSONResponse(found)
 
 
@@ -55,12 +52,14 @@ async def _read(data: bytes) -> dict[str, Any]:
     try:
         text, _ = await asyncio.wait_for(child.communicate(data), MAX_S)
     except TimeoutError:
-        return {"error": f"reading it takes more than {MAX_S:g} s"}
+        return {"error": f"reading it takes more than {MAX_S:g} s; attach a part of it"}
     finally:
         kill_child(child)
         await child.wait()
     if child.returncode:
-        return {"error": "reading it takes too much time or memory"}
+        return {
+            "error": "reading it takes too much time or memory; attach a part of it"
+        }
     found: dict[str, Any] = json.loads(text)
     return found
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import math
+import os
 import resource
 import signal
 import socket
@@ -57,25 +58,23 @@ def listen(host: Host) -> socket.socket:
     """Returns a listening socket. Raises StartError if the server cannot listen on the
     address, for example because the port is in use."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, *_, address = socket.getaddrinfo(
             host.host, host.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise StartError(
             f"{host.host!r} is not an address to listen on ({error.strerror}); give another."
         ) from None
+    dualstack = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
+        return socket.create_server(
+            address, family=family, backlog=BACKLOG, dualstack_ipv6=dualstack
+        )
     except OSError as error:
-        listener.close()
         raise StartError(
-            f"cannot listen on {host.url} ({error.strerror}); is a server running there already? Choose another"
-            " address with --host or MOEGGUF_HOST."
+            f"cannot listen on {host.url} ({os.strerror(error.errno or 0)}); is a server running there already? Choose"
+            " another address with --host or MOEGGUF_HOST."
         ) from None
-    return listener
 
 
 def _max_connections() -> int:
@@ -97,8 +96,8 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     """ASGI application for a connection beyond the limit. Replies to every request with
     HTTP status 503."""
     error = HttpError(
-        503,
         "too many connections; try again later",
+        503,
         headers={"retry-after": "1", "connection": "close"},
     )
     await error_response(error, scope["path"])(scope, receive, send)

@@ -133,9 +133,7 @@ class Snapshot:
         if before is None or before.layers != self.layers:
             before = self
         now, then = (
-            np.array(
-                [np.frombuffer(counts, np.uint32) for counts in (each.uses, each.loads)]
-            )
+            np.frombuffer(each.uses + each.loads, np.uint32).reshape(2, -1)
             for each in (self, before)
         )
         is_later = (
@@ -150,4 +148,4 @@ class Snapshot:
         speed = (self.answer_tokens - before.answer_tokens) / max(
             self.seconds - before.seconds, 1e-3
         )
-        return replace(self, uses=uses, loads=loads, tokens_per_s=max(0.0, speed))
+        return replace(self, uses=uses, loads=loads, tokens_per_s=speed)

@@ -421,26 +421,28 @@ class Calls(ABC):
         errors of `moegguf.generate.embedding.embed`."""
         from moegguf.generate.embedding import Embeddings
 
-        fields = {
-            "inputs": list(inputs),
-            "truncate": truncate,
-            "normalize": normalize,
-            "num_ctx": num_ctx,
-        }
-        fields["client_key"] = current_owner.get()
-        return build(Embeddings, await self.value("embed", **fields))
+        found = await self.value(
+            "embed",
+            inputs=list(inputs),
+            truncate=truncate,
+            normalize=normalize,
+            num_ctx=num_ctx,
+            client_key=current_owner.get(),
+        )
+        return build(Embeddings, found)
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
         """Returns the scores of documents for a query, as one-element vectors. Raises
         the errors of `moegguf.generate.embedding.rank`."""
         from moegguf.generate.embedding import Embeddings
 
-        fields = {
-            "query": query,
-            "documents": list(documents),
-            "client_key": current_owner.get(),
-        }
-        return build(Embeddings, await self.value("rank", **fields))
+        found = await self.value(
+            "rank",
+            query=query,
+            documents=list(documents),
+            client_key=current_owner.get(),
+        )
+        return build(Embeddings, found)
 
     async def slot(
         self, action: str, slot: int, path: str = "", most_bytes: int = 0

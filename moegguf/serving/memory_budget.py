@@ -9,6 +9,7 @@ processes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from typing import Any
 
 from moegguf.engine.devices import query_gpus
 from moegguf.engine.load import known_speeds, plan_load, read_model
-from moegguf.engine.load_spec import F16, Budgets, LoadSpec
+from moegguf.engine.load_spec import Budgets, LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory, read_memory
 from moegguf.engine.memory import Sizes, choose_context, is_embedding
 from moegguf.engine.plan import Plan, layer_slots, slot_bytes
@@ -28,7 +29,6 @@ from moegguf.models.entry import ModelEntry
 from moegguf.options import BUDGETS, load_keywords
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.wire import LoadConfig
 from moegguf.settings import Settings, read_environment
 
 _UNLIMITED = 1 << 62
@@ -42,6 +42,17 @@ Room = Mapping[str, int]
 ListGpus = Callable[[], Sequence[Device] | None]
 """A function that returns the GPUs, each with the bytes that are free for all models
 together, or None if all GPUs have failed."""
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """The model that a worker loads, with its plan and options."""
+
+    name: str
+    path: str
+    plan: Plan  # sizes and places of all memory of the model
+    # Keyword arguments of `Llama`.
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,8 @@ def load_options(
     `settings.loading`, other files of the entry."""
     files = files_of(entry)
     given = {**files, **settings.loading}
-    given |= {name: path for name, path in files.items() if name == "draft"}
+    if "draft" in files:
+        given["draft"] = files["draft"]
     given |= overrides
     if "lora_path" not in given:
         given.pop("lora_scale", None)
@@ -92,21 +104,25 @@ def measure(
     layout = read_model(entry.path, spec)
     uses_slots = layout.is_moe and read_environment().hooks
     devices = (spec.choose_gpus(list_gpus) if uses_slots else None) or ()
-    owner = _Owner(layout, spec, Machine(memory, devices=devices))
-    wanted = owner.best()
-    least = owner.least(wanted)
-    asked = load_keywords(
-        {name: value for name, value in given.items() if value is not None}
+    machine = Machine(memory, devices=devices)
+    wanted = _best_plan(layout, spec, machine)
+    planner = _Planner(
+        layout,
+        # Less memory does not shorten the context.
+        replace(spec, n_ctx=wanted.n_ctx, kv_tokens=wanted.kv_tokens),
+        wanted,
+        machine if wanted.on_device else replace(machine, devices=()),
     )
+    least = planner.least()
+    asked = load_keywords(given)
     options = {
-        name: value for name, value in asked.items() if name not in IN_THE_PLAN
+        name: value
+        for name, value in asked.items()
+        if value is not None and name not in IN_THE_PLAN
     } | {
         "n_ctx": wanted.n_ctx,
-        **{
-            name: number
-            for name in ("type_k", "type_v")
-            if (number := getattr(spec, name)) != F16
-        },
+        "type_k": spec.type_k,
+        "type_v": spec.type_v,
         "flash_attn": spec.flash_attn,
         "embedding": is_embedding(layout.metadata),
         "draft": spec.draft,
@@ -123,138 +139,117 @@ def measure(
             place: min(n_bytes, least_bytes.get(place, 0))
             for place, n_bytes in most_bytes.items()
         },
-        plan_within=lambda room: owner.plan_within(room, wanted, least),
+        plan_within=lambda room: planner.plan_within(room, least),
         load_config=load_config,
-        default_n_ctx=owner.default_context(wanted)
+        default_n_ctx=_default_context(layout, spec, planner.machine)
         if "n_ctx" in overrides
         else wanted.n_ctx,
     )
 
 
-@dataclass(frozen=True)
-class _Owner:
-    """Creates plans for one model, in the memory that all models share."""
+def _best_plan(layout: ExpertLayout, spec: LoadSpec, machine: Machine) -> Plan:
+    """Returns the plan in which a model can use all memory that models may use.
 
-    layout: ExpertLayout
-    spec: LoadSpec
-    here: Machine
-
-    def _plan(self, spec: LoadSpec, machine: Machine) -> Plan:
-        return plan_load(
-            self.layout, spec, machine, known_speeds(self.layout, spec).speeds_apart
-        )
-
-    def best(self) -> Plan:
-        """Returns the plan in which the model can use all memory that models may use.
-
-        If this memory is too small for the options, returns a plan for unlimited RAM,
-        with the context length that would be chosen here. `admit` then decides whether
-        a smaller plan fits.
-        """
-        try:
-            return self._plan(self.spec, self.here)
-        except BudgetError:
-            sizes = choose_context(
-                self.layout, Sizes.of(self.layout, self.spec), self._free_bytes()
-            )
-            endless = replace(
-                self.here,
-                memory=Memory(_UNLIMITED, _UNLIMITED, "the models' budget", 0),
-            )
-            return self._plan(replace(self.spec, n_ctx=sizes.n_ctx), endless)
-
-    def _free_bytes(self) -> int:
-        return min(
-            self.here.memory.available_bytes,
-            *(device.free_bytes for device in self.here.devices),
+    If this memory is too small for the options, returns a plan for unlimited RAM, with
+    the context length that would be chosen on `machine`. `admit` then decides whether a
+    smaller plan fits.
+    """
+    measure_speeds = known_speeds(layout, spec).speeds_apart
+    try:
+        return plan_load(layout, spec, machine, measure_speeds)
+    except BudgetError:
+        free_bytes = min(
+            machine.memory.available_bytes,
+            *(device.free_bytes for device in machine.devices),
             _UNLIMITED,
         )
+        sizes = choose_context(layout, Sizes.of(layout, spec), free_bytes)
+        endless = replace(machine, memory=_models_memory(_UNLIMITED))
+        spec = replace(spec, n_ctx=sizes.n_ctx)
+        return plan_load(layout, spec, endless, measure_speeds)
 
-    def default_context(self, wanted: Plan) -> int:
-        """Returns the context length of a load that does not set one."""
-        places = self.here.devices if wanted.on_device else ()
-        free_bytes = (
-            sum(device.free_bytes for device in places)
-            or self.here.memory.available_bytes
-        )
-        budget = (
-            self.spec.budgets.vram[0] if wanted.on_device else self.spec.budgets.ram
-        )
-        sizes = Sizes.of(self.layout, replace(self.spec, n_ctx=None))
-        return choose_context(self.layout, sizes, free_bytes, budget).n_ctx or 0
 
-    def plan_within(self, room: Room, wanted: Plan, least: Plan) -> Plan:
+def _default_context(layout: ExpertLayout, spec: LoadSpec, machine: Machine) -> int:
+    """Returns the context length of a load on `machine` that does not set one."""
+    free_bytes = (
+        sum(device.free_bytes for device in machine.devices)
+        or machine.memory.available_bytes
+    )
+    budget = spec.budgets.vram[0] if machine.devices else spec.budgets.ram
+    sizes = Sizes.of(layout, replace(spec, n_ctx=None))
+    return choose_context(layout, sizes, free_bytes, budget).n_ctx or 0
+
+
+def _models_memory(n_bytes: int) -> Memory:
+    """Returns RAM of this size, which models may use completely."""
+    return Memory(n_bytes, n_bytes, "the models' budget", 0)
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Creates plans for one model that need less memory than the plan `wanted`."""
+
+    layout: ExpertLayout
+    spec: LoadSpec  # the options of the load, with the context sizes of `wanted`
+    wanted: Plan
+    # The memory that all models share, without devices if `wanted` uses none.
+    machine: Machine
+
+    def plan_within(self, room: Room, least: Plan) -> Plan:
         """Returns the plan for the memory `room`: `wanted` if it fits, otherwise a plan
         with fewer slots if one fits, otherwise `least`."""
-        if _fits(wanted, room):
-            return wanted
-        one_slot = self._slot_bytes(wanted)
+        if _fits(self.wanted, room):
+            return self.wanted
+        one_slot = self._slot_bytes()
         smaller = replace(
-            self._settled(wanted),
-            placement="slots" if wanted.on_device else "cpu",
+            self.spec,
+            placement="slots" if self.machine.devices else "cpu",
             budgets=self.spec.budgets.as_limits(
-                self.layout.n_expert_total, one_slot, wanted.mean_slot_bytes or one_slot
+                self.layout.n_expert_total,
+                one_slot,
+                self.wanted.mean_slot_bytes or one_slot,
             ),
         )
         gpus = [
             replace(gpu, free_bytes=room.get(gpu.name, 0), margin_bytes=0)
-            for gpu in self._devices(wanted)
+            for gpu in self.machine.devices
         ]
-        memory = Memory(room[RAM], room[RAM], "the models' budget", 0)
+        machine = Machine(_models_memory(room[RAM]), devices=tuple(gpus))
         with suppress(BudgetError):
-            found = make_plan(
-                self.layout, Machine(memory, devices=tuple(gpus)), smaller
-            )
+            found = make_plan(self.layout, machine, smaller)
             if _fits(found, room):
                 return found
         return least
 
-    def _settled(self, wanted: Plan) -> LoadSpec:
-        """Returns the load options with the context sizes of `wanted`, so that less
-        memory does not shorten the context."""
-        return replace(self.spec, n_ctx=wanted.n_ctx, kv_tokens=wanted.kv_tokens)
+    def _slot_bytes(self) -> int:
+        names = [device.name for device in self.machine.devices]
+        return slot_bytes(self.layout, names)
 
-    def _devices(self, wanted: Plan) -> tuple[Device, ...]:
-        return self.here.devices if wanted.on_device else ()
-
-    def _slot_bytes(self, wanted: Plan) -> int:
-        return slot_bytes(
-            self.layout, [device.name for device in self._devices(wanted)]
-        )
-
-    def least(self, wanted: Plan) -> Plan:
+    def least(self) -> Plan:
         """Returns the plan with the fewest slots, on the devices of `wanted`. Returns
         `wanted` for a model without experts, if the options fix which layers are on
         devices, and if no such plan is possible."""
-        layout, spec, devices = (
-            self.layout,
-            self._settled(wanted),
-            self._devices(wanted),
-        )
-        as_asked = (wanted.layers_on and spec.placement == "layers") or spec.is_divided(
-            devices[:1]
-        )
+        layout, spec, devices = self.layout, self.spec, self.machine.devices
+        as_asked = (
+            self.wanted.layers_on and spec.placement == "layers"
+        ) or spec.is_divided(devices[:1])
         if not layout.is_moe or (devices and as_asked):
-            return wanted
-        sizes = Sizes.of(layout, spec).with_context(layout, wanted.n_ctx)
+            return self.wanted
+        sizes = Sizes.of(layout, spec).with_context(layout, self.wanted.n_ctx)
         n_tokens = 1 if devices else sizes.one_pass_tokens
-        n_slots = layer_slots(layout, n_tokens, wanted.streams) * max(1, len(devices))
-        one_slot = self._slot_bytes(wanted)
-        fewest = n_slots * one_slot
+        n_slots = layer_slots(layout, n_tokens, self.wanted.streams)
+        one_slot = self._slot_bytes()
         if devices:
+            fewest = n_slots * len(devices) * one_slot
             budgets = Budgets.of({BUDGETS[RAM]: one_slot, BUDGETS["VRAM"]: fewest})
             spec = replace(spec, placement="slots", budgets=budgets, n_ubatch=1)
         else:
+            budgets = Budgets.of({BUDGETS[RAM]: n_slots * one_slot})
             n_ubatch = sizes.n_ubatch or sizes.one_pass_tokens
-            spec = replace(
-                spec,
-                placement="cpu",
-                budgets=Budgets.of({BUDGETS[RAM]: fewest}),
-                n_ubatch=n_ubatch,
-            )
+            spec = replace(spec, placement="cpu", budgets=budgets, n_ubatch=n_ubatch)
         with suppress(BudgetError):
-            return make_plan(layout, replace(self.here, devices=devices), spec)
-        return wanted
+            return make_plan(layout, self.machine, spec)
+        return self.wanted
 
 
 def bytes_of(plan: Plan) -> dict[str, int]:
@@ -307,33 +302,31 @@ def admit(
         if n_bytes > limits[place]:
             raise BudgetError(
                 f"the model needs at least {format_bytes(n_bytes)} {'of' if place == RAM else 'on'} {place}, but all"
-                f" models together may take {format_bytes(limits[place])} there; lower num_ctx, close other programs"
-                " that use memory there, or change MOEGGUF_MEMORY, or --vram-cache on a GPU."
+                f" models together may use {format_bytes(limits[place])} there; lower num_ctx, close other programs"
+                " that use this memory, or change the limit (MOEGGUF_MEMORY for RAM, --vram-cache for a GPU)."
             )
-    free = {
-        place: limits[place] - sum(model.used.get(place, 0) for model in models)
-        for place in size.wanted
-    }
-    shortage = {
-        place: n_bytes - free[place]
-        for place, n_bytes in size.wanted.items()
-        if n_bytes > free[place]
-    }
+    free = Counter({place: limits[place] for place in size.wanted})
+    for model in models:
+        free.subtract(model.used)
+
+    def missing() -> Room:
+        return {
+            place: n_bytes - free[place]
+            for place, n_bytes in size.wanted.items()
+            if n_bytes > free[place]
+        }
+
+    shortage = missing()
     n_free = (max_models or _UNLIMITED) - len(models)
     unload: list[str] = []
     for model in models:
-        short = [
-            place for place, n_bytes in size.wanted.items() if free[place] < n_bytes
-        ]
+        short = missing()
         if n_free > 0 and not short:
             break
         if model.idle and (
             n_free <= 0 or any(model.used.get(place) for place in short)
         ):
-            free = {
-                place: n_bytes + model.used.get(place, 0)
-                for place, n_bytes in free.items()
-            }
+            free.update(model.used)
             n_free += 1
             unload.append(model.name)
     if n_free <= 0 or any(
@@ -370,9 +363,7 @@ class MemoryLimits:
         """Returns the RAM for all models together, given that they now use
         `used_bytes`."""
         if self._setting_bytes:
-            return Memory(
-                self._setting_bytes, self._setting_bytes, "the models' budget", 0
-            )
+            return _models_memory(self._setting_bytes)
         now = self._memory()
         free_bytes = min(
             self._at_start.available_bytes, now.available_bytes + used_bytes

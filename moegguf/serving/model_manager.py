@@ -72,7 +72,7 @@ from moegguf.serving.lease import (
 )
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import build
-from moegguf.serving.worker_process import CLOSE_GRACE_S, Workers
+from moegguf.serving.worker_process import CLOSE_GRACE_S, Workers, ignore
 from moegguf.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -85,10 +85,6 @@ SHUTDOWN_GRACE_S = 5.0
 # least 1 s, at most MAX_RETRY_S)
 FREED = 0.1
 MAX_RETRY_S = 60.0
-
-
-def _ignore(*_: object) -> None:
-    pass
 
 
 def _log_warning(name: str, text: str) -> None:
@@ -115,7 +111,7 @@ class ModelManager:
     devices: Callable[[], list[Device]] = query_gpus
     # Called while a model is read: with its entry, the share that was read, and the
     # seconds since loading began.
-    on_load: Callable[[ModelEntry, float, float], object] = _ignore
+    on_load: Callable[[ModelEntry, float, float], object] = ignore
     # Called with the name of a model and the text of a warning from its process.
     on_warning: Callable[[str, str], object] = _log_warning
 
@@ -155,9 +151,8 @@ class ModelManager:
         """Refuses all new and waiting requests from now on. Running answers
         continue."""
         self._closed = True
-        for model in self._models.values():
-            for request in model.waiting:
-                request.end(_shutting_down())
+        for request in self._waiting:
+            request.end(_shutting_down())
         self._dispatch()
 
     def lease(
@@ -185,14 +180,10 @@ class ModelManager:
             default_s = (
                 math.inf if entry.name in self.kept else self.settings.keep_alive_s
             )
-            request = LeaseRequest(
-                entry,
-                overrides,
-                default_s if keep_alive_s is None else keep_alive_s,
-                will_answer,
+            idle_s = default_s if keep_alive_s is None else keep_alive_s
+            return await self._acquire(
+                LeaseRequest(entry, overrides, idle_s, will_answer)
             )
-            await self._acquire(request)
-            return request
 
         return Lease(acquire, self._release)
 
@@ -253,14 +244,10 @@ class ModelManager:
     def loading(self) -> dict[str, float]:
         """Returns {name that is waiting for a load in progress: share of the model read
         so far, 0 to 1}."""
-        is_loading = [
-            model
-            for model in self._models.values()
-            if model.process is None and model.used
-        ]
         return {
             request.name: model.load_share
-            for model in is_loading
+            for model in self._models.values()
+            if model.process is None and model.used
             for request in model.waiting
         }
 
@@ -318,9 +305,14 @@ class ModelManager:
                 return model
         return None
 
-    async def _acquire(self, request: LeaseRequest) -> None:
-        """Waits until `request` may use its model. The caller must call `_release`
-        after the use. Raises BusyError and the errors of loading."""
+    @property
+    def _waiting(self) -> list[LeaseRequest]:
+        return [request for model in self._models.values() for request in model.waiting]
+
+    async def _acquire(self, request: LeaseRequest) -> LeaseRequest:
+        """Waits until `request` may use its model, and returns `request`. The caller
+        must call `_release` after the use. Raises BusyError and the errors of
+        loading."""
         if self._closed:
             raise _shutting_down()
         request.overrides = self._remembered(request)
@@ -344,6 +336,7 @@ class ModelManager:
             # Needed if the request was granted just before the cancellation.
             self._release(request)
             raise
+        return request
 
     def _make_queue_room(self, request: LeaseRequest) -> None:
         """Refuses a request when the queue is full (longest queue drop: Suter et al.,
@@ -354,14 +347,12 @@ class ModelManager:
         Otherwise `request` is refused, and QueueFullError is raised. So the clients
         share the queue evenly.
         """
-        waiting = [other for model in self._models.values() for other in model.waiting]
+        waiting = self._waiting
         if len(waiting) < self.settings.max_queue:
             return
         counts = Counter(other.client for other in waiting)
         most = max(counts.values(), default=0)
-        waited_s = time.monotonic() - min(
-            (other.since_s for other in waiting), default=time.monotonic()
-        )
+        waited_s = max((time.monotonic() - w.since_s for w in waiting), default=0.0)
         busy = QueueFullError(
             retry_after_s=round(min(max(waited_s * FREED, 1), MAX_RETRY_S))
         )
@@ -379,29 +370,19 @@ class ModelManager:
         parameters, then from the newest waiting request with this name, then from the
         name's last granted request. A waiting request's context length is not used,
         since it may be too long to be loaded."""
-        name, own = request.name, load_overrides(request.entry.parameters)
-        uses = [
+        name = request.name
+        sources = [request.overrides, load_overrides(request.entry.parameters)]
+        waiting = [other for other in self._waiting if other.name == name]
+        if waiting:
+            newest = dict(max(waiting, key=lambda w: w.ticket).overrides)
+            newest.pop("n_ctx", None)
+            sources.append(newest)
+        sources += [
             model.uses[name].overrides
             for model in self._models.values()
             if name in model.uses
         ]
-        waiting = [
-            other
-            for model in self._models.values()
-            for other in model.waiting
-            if other.name == name
-        ]
-        last = max(waiting, key=lambda w: w.ticket, default=None)
-        if last is not None:
-            uses.insert(
-                0,
-                {
-                    name: value
-                    for name, value in last.overrides.items()
-                    if name != "n_ctx"
-                },
-            )
-        return dict(ChainMap(*map(dict, (request.overrides, own, *uses))))
+        return dict(ChainMap(*map(dict, sources)))
 
     async def set_budget(self, name: str, *budgets: ExpertCache) -> LoadedModel:
         """Changes a loaded model's budgets for experts, in RAM and on its devices. The
@@ -436,8 +417,8 @@ class ModelManager:
         has_slots = [tier for tier, n_bytes in reserved.items() if n_bytes]
         for tier in given.keys() - has_slots if has_slots else ():
             raise BudgetError(
-                f"{BUDGETS[tier]} changes the slots in {tier}, but {model.name!r} has no slots in {tier}; give"
-                f" {BUDGETS[has_slots[0]]}."
+                f"{BUDGETS[tier]} changes the slots in {tier}, but {model.name!r} has no slots in {tier}; set"
+                f" {BUDGETS[has_slots[0]]} instead."
             )
         n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
         sizes = {"RAM": slot_bytes, "VRAM": plan.get("device_slot_bytes", slot_bytes)}
@@ -625,20 +606,19 @@ class ModelManager:
         }
         model.files = tuple(filter(None, map(FileVersion.now, request.entry.all_files)))
         model.look_at_files()
-        memory = self._limits.ram(self._used(RAM))
-        arguments = request.entry, request.overrides, self.settings, memory
         try:
             size = await asyncio.to_thread(
                 self.measure,
-                *arguments,
+                request.entry,
+                request.overrides,
+                self.settings,
+                self._limits.ram(self._used(RAM)),
                 lambda: self._limits.gpus(self.devices(), used),
             )
         except BudgetError as error:
-            raise (
-                error
-                if request.overrides.keys().isdisjoint(BUDGETS.values())
-                else OptionError(str(error))
-            ) from None
+            if request.overrides.keys().isdisjoint(BUDGETS.values()):
+                raise
+            raise OptionError(str(error)) from None
         model.entry, model.overrides, model.default_n_ctx = (
             request.entry,
             request.overrides,

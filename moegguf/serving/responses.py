@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moegguf.atomic_write import OWNER_ONLY
-from moegguf.errors import BusyError, MoeggufError, OptionError, UnknownIdError
+from moegguf.errors import MoeggufError, OptionError, UnknownIdError
 from moegguf.generate.images import text_of
 from moegguf.generate.request import Message
 from moegguf.serving.batch.database import Database, storing
@@ -167,15 +167,9 @@ class ResponseStore:
         the database. Raises BusyError or StorageError."""
         with self._lock:
             if self._database is None:
-                try:
-                    with storing(self._path):
-                        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                        self._database = Database(self._path, OWNER_ONLY, SCHEMA)
-                except BlockingIOError:
-                    raise BusyError(
-                        f"another process is using the responses in {self._path}; if it is a server, use that server,"
-                        " otherwise try again when the process has ended."
-                    ) from None
+                with storing(self._path):
+                    self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    self._database = Database(self._path, OWNER_ONLY, SCHEMA)
             database = self._database
         database.execute(
             "DELETE FROM response WHERE expires_at <= ?", self._now(), flush=False

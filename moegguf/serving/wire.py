@@ -7,7 +7,7 @@ Pickle is not used: a receiver builds only the types that it expects. This modul
 not start processes or load models.
 
 Messages to the worker, each with an id:
-- load (config) is the first message. Its value is a `Ready`.
+- load (config, a `LoadConfig`) is the first message. Its value is a `Ready`.
 - generate (request, stream), embed (inputs, truncate, normalize, num_ctx, client_key), rank (query, documents,
   client_key), tokenize (text, special, add_special), pieces (tokens), count (request), render (request)
 - slot (action, slot, owner, path, most_bytes), budget ({option of a budget: bytes})
@@ -29,14 +29,11 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import moegguf.errors
 from moegguf.errors import MoeggufError, OptionError, WorkerError
 from moegguf.generate.request import Delta, PromptProgress
-
-if TYPE_CHECKING:
-    from moegguf.engine.plan import Plan
 
 # A prompt of 8 MiB can grow to 48 MiB as JSON escapes, and the vectors of 8,000 texts
 # can need 87 MiB.
@@ -44,17 +41,6 @@ MAX_MESSAGE_BYTES = 128 << 20
 
 Message = dict[str, Any]
 Kind = TypeVar("Kind")
-
-
-@dataclass(frozen=True)
-class LoadConfig:
-    """The model that a worker loads, with its plan and options."""
-
-    name: str
-    path: str
-    plan: Plan  # sizes and places of all memory of the model
-    # Keyword arguments of `Llama`.
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -135,9 +121,9 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 def build(kind: type[Kind], data: Any) -> Kind:
     """Rebuilds a value of type `kind` from parsed JSON that `encode` wrote. Raises
     WorkerError if the conversion fails. Values of JSON's own types are not checked."""
-    reader: Callable[[Any], Any] = _reader(typing.cast(Any, kind))
+    read = _reader(typing.cast(Any, kind))
     try:
-        return typing.cast(Kind, reader(data))
+        return read(data)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         reason = str(error).rstrip(".")
         raise WorkerError(
@@ -148,47 +134,26 @@ def build(kind: type[Kind], data: Any) -> Kind:
 @cache
 def _reader(hint: Any) -> Callable[[Any], Any]:
     """Returns a function that converts parsed JSON to the type `hint`. For one of
-    JSON's own types, the returned function changes nothing."""
+    JSON's own types, the returned function changes nothing. In a tuple or a union, only
+    the first type may need a conversion, and a tuple's other elements have this type or
+    one of JSON's own types."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
-        names: dict[str, Any] = {}
-        # Imported here because only a worker builds a `LoadConfig`.
-        if hint is LoadConfig:
-            from moegguf.engine.plan import Plan
-
-            names = {"Plan": Plan}
-        hints, kind = (
-            typing.get_type_hints(hint, localns=names),
-            typing.cast(Callable[..., Any], hint),
-        )
-        readers = {f.name: _reader(hints[f.name]) for f in fields(hint)}
+        kind: Any = hint
+        hints = typing.get_type_hints(kind)
+        readers = {f.name: _reader(hints[f.name]) for f in fields(kind)}
         return lambda data: kind(
             **{name: readers[name](item) for name, item in data.items()}
         )
     if hint is bytes:
         return base64.b64decode
-    if origin is tuple and len(inner) == 2 and inner[1] is ...:
+    if origin is tuple:
         read = _reader(inner[0])
         return lambda items: tuple(map(read, items))
-    if origin is tuple:
-        reads = [_reader(part) for part in inner]
-        return lambda items: tuple(
-            read(item) for read, item in zip(reads, items, strict=True)
-        )
     if origin in (typing.Union, types.UnionType):
-        kinds = [
-            part
-            for part in inner
-            if is_dataclass(part) or typing.get_origin(part) is tuple or part is bytes
-        ]
-        read_other = _reader(kinds[0] if kinds else object)
+        read_other = _reader(inner[0])
         return lambda item: None if item is None else read_other(item)
-    if (
-        inner
-        and inner[0] is int
-        and isinstance(origin, type)
-        and issubclass(origin, Mapping)
-    ):
+    if origin is Mapping and inner[0] is int:
         # JSON keys are strings.
         return lambda items: {int(name): item for name, item in items.items()}
     return lambda item: item

@@ -44,6 +44,7 @@ from moegguf.gguf.experts import read_layout
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
 from moegguf.serving.expert_uses import ExpertUses
+from moegguf.serving.memory_budget import LoadConfig
 from moegguf.text import to_utf8
 
 # Seconds within which a running computation must stop after the socket has closed.
@@ -205,7 +206,7 @@ class Worker:
         self._work_lock = threading.RLock()
         self._closing = False
         self._loop: BatchLoop | None = None
-        self._llm: Llama | None = None
+        self._model: Llama  # set by `_load`
         self._uses: ExpertUses | None = None
         self._name = ""
         self._start_s = self._watched_until_s = time.monotonic()
@@ -240,11 +241,6 @@ class Worker:
             pass  # the server has closed the socket
         finally:
             self._model.close()
-
-    @property
-    def _model(self) -> Llama:
-        assert self._llm is not None
-        return self._llm
 
     @property
     def _answers(self) -> BatchLoop:
@@ -323,32 +319,27 @@ class Worker:
         are all in slots, which makes these layers slower.
         """
         llm, loop, now_s = self._model, self._answers, time.monotonic()
-        layers, n_expert, maps = (
-            [layer.il for layer in llm.layout.layers],
-            llm.layout.n_expert,
-            (b"", b"", b""),
-        )
-        if llm.session is None or self._uses is None:
-            layers, n_expert = [], 0
-        else:
+        layers, n_expert = list[int](), 0
+        state = uses = loads = b""
+        if llm.session is not None and self._uses is not None:
             if watch_s:
                 self._watched_until_s = max(self._watched_until_s, now_s + watch_s)
                 llm.session.store.watch(True)
-            state, uses, loads = self._uses.maps(client_key)
-            maps = (
-                state[layers].tobytes(),
-                uses[layers].tobytes(),
-                loads[layers].tobytes(),
+            layers = [layer.il for layer in llm.layout.layers]
+            n_expert = llm.layout.n_expert
+            state, uses, loads = (
+                each[layers].tobytes() for each in self._uses.maps(client_key)
             )
-        seconds, is_busy = now_s - self._start_s, loop.n_running > 0
         return Snapshot(
             self._name,
             tuple(layers),
             n_expert,
-            *maps,
+            state,
+            uses,
+            loads,
             llm.stats(),
-            is_busy,
-            seconds,
+            loop.n_running > 0,
+            now_s - self._start_s,
             loop.n_answer_tokens,
         )
 
@@ -365,9 +356,9 @@ class Worker:
             return not self._closing
 
         try:
-            config = wire.build(wire.LoadConfig, message["config"])
+            config = wire.build(LoadConfig, message["config"])
             self._replies.submit(_learn_forms, config.path)
-            self._llm = llm = open_model(config, on_progress)
+            self._model = llm = open_model(config, on_progress)
         except BaseException as error:
             # Every error that ends a load is sent, unless the socket is closed.
             if not self._closing:
@@ -422,15 +413,14 @@ class Worker:
         )
         with self._work_lock:
             self._work.pop(request_id, None)
-        self._send("end", id=request_id, **outcome, **self._statistics())
+        llm = self._model
+        if llm.session is not None and time.monotonic() > self._watched_until_s:
+            llm.session.store.watch(False)
+        statistics = {"stats": llm.stats(), "decisions": llm.decisions()}
+        self._send("end", id=request_id, **outcome, **statistics)
 
-    def _statistics(self) -> wire.Message:
-        if self._model.session is not None and time.monotonic() > self._watched_until_s:
-            self._model.session.store.watch(False)
-        return {"stats": self._model.stats(), "decisions": self._model.decisions()}
 
-
-def open_model(config: wire.LoadConfig, progress: Callable[[float], object]) -> Llama:
+def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama:
     """Loads the model of `config` with its plan. Calls `progress` with the share that
     was read; if this returns False, the load stops. Raises the errors of `Llama`."""
     return Llama(

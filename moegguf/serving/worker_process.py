@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moegguf.child import child_command, child_environment, kill_child
 from moegguf.decisions import log_decision
@@ -26,6 +26,9 @@ from moegguf.errors import DeviceLostError, MoeggufError, OptionError, WorkerErr
 from moegguf.generate.request import AnswerSummary
 from moegguf.serving import wire
 from moegguf.settings import read_environment
+
+if TYPE_CHECKING:
+    from moegguf.serving.memory_budget import LoadConfig
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +50,8 @@ OnLoad = Callable[[float], object]
 _DRAIN_S = 1.0  # seconds for reading the last output of a process after its exit
 
 
-def _ignore(*_: object) -> None:
-    pass
+def ignore(*_: object) -> None:
+    """Does nothing."""
 
 
 class SentRequest:
@@ -119,17 +122,11 @@ class SentRequest:
 def failure_line(text: str) -> str:
     """Returns the last line of a log that reports a failure, cut to MAX_FAILURE_CHARS,
     or an empty string. Lines about a cancelled pass are ignored."""
-    lines = [
-        line.strip()
-        for line in text.splitlines()
-        if line.strip() and not line.strip().endswith(CANCELLED_PASS)
-    ]
-    failures = (
-        line[:MAX_FAILURE_CHARS]
-        for line in reversed(lines)
-        if any(mark in line for mark in FAILURE_MARKS)
-    )
-    return next(failures, "")
+    for line in map(str.strip, reversed(text.splitlines())):
+        is_failure = any(mark in line for mark in FAILURE_MARKS)
+        if is_failure and not line.endswith(CANCELLED_PASS):
+            return line[:MAX_FAILURE_CHARS]
+    return ""
 
 
 def device_failure(text: str) -> str:
@@ -161,7 +158,7 @@ class WorkerProcess:
             asyncio.get_running_loop().create_future()
         )
         # Called after the exit, before the requests get the error.
-        self.on_exit: Callable[[], None] = _ignore
+        self.on_exit: Callable[[], None] = ignore
         self.requests: dict[int, SentRequest] = {}  # {id: unfinished request}
         self._last_id = 0
         self._kill_reason = ""
@@ -215,7 +212,7 @@ class WorkerProcess:
         return self._child.pid
 
     async def load(
-        self, config: wire.LoadConfig, stall_s: float, on_progress: OnLoad = _ignore
+        self, config: LoadConfig, stall_s: float, on_progress: OnLoad = ignore
     ) -> wire.Ready:
         """Loads a model. Calls `on_progress` with the share of the model that has been
         read so far. Raises the errors of loading, and WorkerError if the process exits.
@@ -238,7 +235,7 @@ class WorkerProcess:
             ) from None
 
     def request(
-        self, kind: str, on_end: Callable[[], None] = _ignore, **fields: Any
+        self, kind: str, on_end: Callable[[], None] = ignore, **fields: Any
     ) -> SentRequest:
         """Sends a request. Raises OptionError if the request cannot be encoded, and
         WorkerError if the process has ended."""
@@ -329,16 +326,13 @@ class WorkerProcess:
         self._writer.close()
         self._finish(code)
 
-    def _echo(self, text: str) -> None:
-        if self._echo_stderr:
-            sys.stderr.write(text)
-
     async def _read_stderr(self) -> None:
         """Reads the process's stderr and keeps its last bytes, for the error message
         after a crash."""
         assert self._child.stderr is not None
         while data := await self._child.stderr.read(STDERR_TAIL_BYTES):
-            self._echo(data.decode(errors="replace"))
+            if self._echo_stderr:
+                sys.stderr.write(data.decode(errors="replace"))
             self._stderr_tail += data
             del self._stderr_tail[:-STDERR_TAIL_BYTES]
 
@@ -352,7 +346,7 @@ class WorkerProcess:
             filter(None, (how, self._kill_reason or failure_line(said)))
         ).rstrip(".")
         error = WorkerError(
-            f"the model's worker process has ended ({why}); the next request loads it again."
+            f"the model's worker process has ended ({why}); the next request loads the model again."
         )
         if lost := device_failure(said):
             error = DeviceLostError(_LOST.format(lost))

@@ -307,7 +307,7 @@ def test_batch_refuses_a_journal_in_use_or_of_changed_requests(
             journal.append(1, response_entry(requests, requests.lines[0], 200, {}))
             second = here("batch", tmp_path / "requests.jsonl", "-o", target, **ALONE)
             assert second.returncode == 1
-            assert "run the command again when that process has ended" in " ".join(
+            assert "try again when the process has ended" in " ".join(
                 second.stderr.split()
             )
         changed = here(

@@ -623,7 +623,8 @@ def test_lora_scale_of_a_request_overrides_the_scale_of_the_server(
         )
         assert (
             refused.status_code == 400
-            and "demo:latest has 0 adapters" in refused.json()["error"]["message"]
+            and "demo:latest has no adapter with id 0"
+            in refused.json()["error"]["message"]
         )
 
 

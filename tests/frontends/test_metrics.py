@@ -9,7 +9,7 @@ from recorded_texts import check_recorded
 
 from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import AnswerSummary
-from moegguf.server.metrics import COUNTS, TIER_COUNTS, CounterSpec, Totals, exposition
+from moegguf.server.metrics import COUNTS, TIER_COUNTS, MetricSpec, Totals, exposition
 from moegguf.serving.events import LoadedModel
 
 
@@ -39,8 +39,10 @@ def samples(text: str) -> dict[tuple[str, str], float]:
     return found
 
 
-def fields_of(specs: Iterable[CounterSpec]) -> list[str]:
-    return [field for spec in specs for field in spec.fields.values()]
+def fields_of(specs: Iterable[MetricSpec]) -> list[str]:
+    return [
+        field for spec in specs for field in (spec.fields.values() or (spec.field,))
+    ]
 
 
 def numbered(fields: Iterable[str], first: int) -> dict[str, int]:

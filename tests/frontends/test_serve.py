@@ -33,8 +33,7 @@ from moegguf.models.entry import ModelEntry
 from moegguf.models.sources import demo_models
 from moegguf.options import OPTIONS
 from moegguf.server import serve as server
-from moegguf.serving.memory_budget import measure
-from moegguf.serving.wire import LoadConfig
+from moegguf.serving.memory_budget import LoadConfig, measure
 from moegguf.settings import Settings, n_parallel
 from tools.models import write_projector
 
@@ -148,7 +147,7 @@ def test_load_options_of_serve_reach_the_workers(
     )
     assert [
         found.get(name) for name in ("n_threads", "type_k", "type_v", "flash_attn")
-    ] == [3, 8, None, None]
+    ] == [3, 8, 1, None]
     assert (found["predictor"], found["prefetch"]) == ("skip", True)
 
 

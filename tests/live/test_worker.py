@@ -40,7 +40,8 @@ from moegguf.generate.request import (
     Sampling,
 )
 from moegguf.serving.events import Snapshot
-from moegguf.serving.wire import LoadConfig, build
+from moegguf.serving.memory_budget import LoadConfig
+from moegguf.serving.wire import build
 from moegguf.serving.worker import VALUES, Worker
 from moegguf.serving.worker_process import DEVICE_FAILURE_MARK, WorkerProcess
 
@@ -138,7 +139,7 @@ async def test_an_invalid_message_is_named_in_brackets_without_its_full_stop() -
     await process.close()
     assert str(error) == (
         "the model's worker process has ended (killed by SIGKILL: it sent an invalid message: a message without a kind"
-        " on a worker's socket); the next request loads it again."
+        " on a worker's socket); the next request loads the model again."
     )
 
 

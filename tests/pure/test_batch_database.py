@@ -18,7 +18,7 @@ from batch_files import CHAT, Endpoint, entries, jsonl, request, requests_in
 from crashing import run
 from scripted_manager import until
 
-from moegguf.errors import BatchFileError, BusyError, StorageError
+from moegguf.errors import BusyError, StorageError
 from moegguf.serving.batch.answers import open_journal
 from moegguf.serving.batch.batches import Batches
 from moegguf.serving.batch.database import FINAL, VERSION, Database
@@ -98,7 +98,7 @@ async def test_older_folder_is_imported_with_all_files_and_its_batches_continue(
         answers = [
             each
             for name in (running.output_file_id, running.error_file_id)
-            for each in entries(found.files.path(name))
+            for each in entries(found.files.contents(name))
         ]
         assert all(answer in answers for answer in old_answers) and len(answers) == 5
         assert endpoint.texts == ["hold"] * 3 + ["first", "fail"] + ["hold"] * 3
@@ -178,7 +178,7 @@ def test_open_journal_imports_an_older_journal(tmp_path: Path) -> None:
         assert list(journal.answered.items()) == [(1, True), (2, False)]
         assert list(journal.lines()) == old
         with (
-            pytest.raises(BatchFileError, match="another process"),
+            pytest.raises(BusyError, match="another process"),
             open_journal(journal.database.path, requests),
         ):
             pass
@@ -227,14 +227,14 @@ def test_database_in_an_unwritable_folder_raises_storage_error(tmp_path: Path) -
 def test_locked_database_rejects_another_process_and_stays_unchanged(
     tmp_path: Path,
 ) -> None:
-    code = "import sys; from pathlib import Path; from moegguf.serving.batch.database import Database\n"
-    code += "try: Database(Path(sys.argv[1]), 0o600)\nexcept BlockingIOError as error: print(error)"
+    code = "import sys; from pathlib import Path; from moegguf.serving.batch.database import *\n"
+    code += "try: Database(Path(sys.argv[1]), 0o600)\nexcept BusyError as error: print(error)"
     database = Database(tmp_path / "db", 0o600)
     database.execute("INSERT INTO answer VALUES ('', 1, '', 'x')")
     done = subprocess.run(
         [sys.executable, "-c", code, database.path], capture_output=True, text=True
     )
-    assert done.stdout.strip() == "database is locked", done.stderr
+    assert f"another process is using {database.path}" in done.stdout, done.stderr
     assert database.execute("SELECT number FROM answer") == [(1,)]
     database.close()
 
@@ -341,7 +341,7 @@ def test_kill_of_the_server_neither_loses_nor_repeats_an_answer(tmp_path: Path) 
                 path.stem for path in (folder / "files").iterdir()
             }
             outputs = {
-                batch.id: entries(found.files.path(batch.output_file_id or ""))
+                batch.id: entries(found.files.contents(batch.output_file_id or ""))
                 for batch in found.all()
             }
             return {

@@ -41,7 +41,7 @@ def stored(found: Batches, lines: list[Any], purpose: str = "batch") -> str:
 
 
 def content(found: Batches, file_id: str | None) -> list[Any]:
-    return entries(found.files.path(file_id))
+    return entries(found.files.contents(file_id))
 
 
 async def ended(found: Batches, batch: Batch) -> Batch:

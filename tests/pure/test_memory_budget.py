@@ -29,6 +29,7 @@ from moegguf.serving import memory_budget
 from moegguf.serving.memory_budget import (
     RAM,
     Admission,
+    LoadConfig,
     MemoryUse,
     ModelSize,
     admit,
@@ -36,7 +37,7 @@ from moegguf.serving.memory_budget import (
     measure,
     planned_budgets,
 )
-from moegguf.serving.wire import LoadConfig, build, encode
+from moegguf.serving.wire import build, encode
 from moegguf.settings import Settings
 from moegguf.testing.link_device import add_link_device
 

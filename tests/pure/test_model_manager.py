@@ -281,7 +281,7 @@ async def test_killed_worker_fails_only_its_running_answer(
             assert await anext(answer) == Delta("last")
             with pytest.raises(
                 WorkerError,
-                match=r"model's worker process.*SIGKILL.*GGML_ASSERT\(as scripted\).*loads it again",
+                match=r"model's worker process.*SIGKILL.*GGML_ASSERT\(as scripted\).*loads the model again",
             ):
                 await anext(answer)
             assert await answer_text(lease, "say again") == "again", "the same lease"

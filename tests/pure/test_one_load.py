@@ -43,8 +43,8 @@ from moegguf.models.catalog import Catalog
 from moegguf.options import OPTIONS
 from moegguf.quantities import GIB, Link
 from moegguf.server import serve as server
+from moegguf.serving.memory_budget import LoadConfig
 from moegguf.serving.model_manager import ModelManager
-from moegguf.serving.wire import LoadConfig
 from moegguf.serving.worker import open_model
 from moegguf.serving.worker_process import WorkerProcess
 from moegguf.terminal import facts

@@ -156,7 +156,7 @@ def test_add_raises_busy_error_if_another_process_has_the_store(
     )
     assert (
         run.stdout.strip() == BusyError.__name__
-        and "another process is using the responses" in run.stderr
+        and "another process is using" in run.stderr
     )
 
 

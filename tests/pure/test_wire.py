@@ -32,15 +32,8 @@ from moegguf.generate.request import (
 from moegguf.quantities import Link
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
-from moegguf.serving.wire import (
-    LoadConfig,
-    Ready,
-    build,
-    build_error,
-    decode,
-    encode,
-    encode_error,
-)
+from moegguf.serving.memory_budget import LoadConfig
+from moegguf.serving.wire import Ready, build, build_error, decode, encode, encode_error
 from moegguf.serving.worker import DELTA_S, Events, Outbox
 from moegguf.serving.worker_process import failure_line
 

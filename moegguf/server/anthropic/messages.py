@@ -162,8 +162,8 @@ def _own_tools(tools: Any) -> Any:
 
 class _ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"] = "auto"
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
+    name: str = ""
+    disable_parallel_tool_use: bool = False
 
 
 class _Thinking(Body):
@@ -189,46 +189,34 @@ class _CountBody(RequestBody):
     Ollama's options."""
 
     messages: Annotated[Messages, BeforeValidator(_messages_of)]
-    system: Annotated[list[_TextBlock], BeforeValidator(_blocks_of)] = Field(
-        default_factory=list
-    )
-    tools: Annotated[Tools, BeforeValidator(_own_tools)] | None = None
-    tool_choice: _ToolChoice | None = None
-    thinking: _Thinking | None = None
-    output_config: _OutputConfig | None = None
+    system: Annotated[list[_TextBlock], BeforeValidator(_blocks_of)] = []
+    tools: Annotated[Tools, BeforeValidator(_own_tools)] = []
+    tool_choice: _ToolChoice = _ToolChoice()
+    thinking: _Thinking = _Thinking(type="disabled")
+    output_config: _OutputConfig = _OutputConfig()
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> _CountBody:
-        choice, known = (
-            self.tool_choice,
-            {tool.function.name for tool in self.tools or ()},
-        )
-        if choice and choice.type == "any" and not known:
+        choice, known = self.tool_choice, {tool.function.name for tool in self.tools}
+        if choice.type == "any" and not known:
             raise ValueError("tool_choice 'any' needs tools")
-        if choice and choice.type == "tool" and choice.name not in known:
+        if choice.type == "tool" and choice.name not in known:
             raise ValueError(
-                f"tool_choice names {(choice.name or '')[:80]!r}, which is not among the tools"
+                f"tool_choice names {choice.name[:80]!r}, which is not among the tools"
             )
         return self
 
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
-        choice = self.tool_choice or _ToolChoice()
+        choice, effort = self.tool_choice, self.output_config.effort
         # The model does not think unless the request has the field `thinking`, as in
         # Anthropic's API. The field is ignored for a model that cannot think, since
         # clients send it to every model.
-        thinks = (
-            self.thinking
-            and self.thinking.type != "disabled"
-            and "thinking" in known.capabilities
-        )
-        effort = self.output_config.effort if self.output_config else None
+        thinks = self.thinking.type != "disabled" and "thinking" in known.capabilities
         request = Request(
             messages=with_entry_messages(self._messages(), entry),
             template=entry.template,
-            tools=tuple(
-                tool.model_dump(exclude_none=True) for tool in self.tools or ()
-            ),
-            tool_choice=(choice.name or "auto")
+            tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools),
+            tool_choice=choice.name
             if choice.type == "tool"
             else choice.type.replace("any", "required"),
             think=("max" if effort == "xhigh" else effort or True) if thinks else False,
@@ -260,9 +248,9 @@ class _MessagesBody(_CountBody):
         sampling = sampling_of(
             entry, self.options, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
             stop=self.stop_sequences, exact=self.exact, num_predict=self.max_tokens,
-            reasoning_budget_tokens=self.thinking.budget_tokens if self.thinking else None,
+            reasoning_budget_tokens=self.thinking.budget_tokens,
         )  # fmt: skip
-        output = self.output_config.format if self.output_config else None
+        output = self.output_config.format
         schema = output.schema_ if output else None
         return [
             replace(
@@ -272,7 +260,7 @@ class _MessagesBody(_CountBody):
 
     @property
     def parallel_calls(self) -> bool:
-        return not (self.tool_choice and self.tool_choice.disable_parallel_tool_use)
+        return not self.tool_choice.disable_parallel_tool_use
 
 
 def _usage(summary: AnswerSummary) -> Json:
@@ -393,7 +381,5 @@ _MessagesBody.reply_kind = _MessageReply
 
 routes = [
     conversation("/v1/messages", _MessagesBody),
-    about_prompt(
-        "/v1/messages/count_tokens", _CountBody, "count", lambda n: {"input_tokens": n}
-    ),
+    about_prompt("/v1/messages/count_tokens", _CountBody, "count", "input_tokens"),
 ]

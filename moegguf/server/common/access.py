@@ -76,7 +76,7 @@ class AccessControl:
 
     def __post_init__(self) -> None:
         self._origins = origin_pattern((*ORIGINS, *self.origins))
-        self._own_origins = origin_pattern(self.origins) if self.origins else None
+        self._own_origins = origin_pattern(self.origins)
         self._cors = CORSMiddleware(
             self.app,
             allow_origin_regex=self._origins.pattern,
@@ -133,7 +133,6 @@ class AccessControl:
         # then find different requests in the same bytes.
         if b"content-length" in headers and b"transfer-encoding" in headers:
             return BodyRefusedError(
-                400,
                 "a body must have a Content-Length or a Transfer-Encoding, but not both; leave one out",
                 headers={"connection": "close"},
             )
@@ -142,21 +141,21 @@ class AccessControl:
             > limits.HEADER_BYTES
         ):
             return HttpError(
-                431,
                 f"request headers too large: at most {limits.HEADER_BYTES} bytes are accepted",
+                431,
             )
         host, path = headers.get(b"host", b"").decode("latin-1"), scope["path"]
         if self.loopback and not is_own_host(host):
             return HttpError(
-                403,
                 f"the Host header {host[:100]!r} is not allowed; use an address of this machine",
+                403,
             )
         # Origins of this server's page.
         own = (f"http://{host.lower()}", f"https://{host.lower()}") if host else ()
         if origin and origin.lower() not in own and not self._origins.fullmatch(origin):
             return HttpError(
+                f"the Origin {origin[:100]!r} is not allowed; add it to MOEGGUF_ORIGINS to allow it",
                 403,
-                f"the Origin {origin[:100]!r} is not allowed; OLLAMA_ORIGINS adds origins",
             )
         is_open = (
             scope["method"] == "OPTIONS"
@@ -169,29 +168,25 @@ class AccessControl:
             map(FORWARDED.search, headers)
         ):
             name = _strip_port(host.strip().lower())
-            is_known = (
-                self._own_origins is not None
-                and self._own_origins.fullmatch(f"http://{host}") is not None
-            )
             if (
-                is_known
+                self._own_origins.fullmatch(f"http://{host}")
                 or is_own_host(host)
                 or (name is not None and "." not in name and ":" not in name)
             ):
                 return None
             return HttpError(
-                403,
                 f"the Host header {host[:100]!r} is not allowed without a key; MOEGGUF_ORIGINS adds names",
+                403,
             )
         if not self._keys:
             return HttpError(
-                403,
                 "the server accepts only requests that come directly from a trusted network (--trust-network); use"
                 " such a network without a proxy",
+                403,
             )
         return HttpError(
-            401,
             "unauthorized: send the server's API key as a Bearer token or as x-api-key",
+            401,
             "invalid_api_key",
         )
 

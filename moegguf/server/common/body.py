@@ -77,7 +77,7 @@ class Bodies:
         if self.n_bytes > self.most_bytes:
             self._free(scope)
             message = f"server busy: its requests together may have up to {self.most_bytes >> 20} MiB; try again later"
-            raise BodyRefusedError(503, message, headers={"retry-after": "1"})
+            raise BodyRefusedError(message, 503, headers={"retry-after": "1"})
         return int(scope[N_BYTES])
 
     def _free(self, scope: Scope) -> None:
@@ -97,7 +97,7 @@ class Body(BaseModel):
     """Base class of request bodies and their parts. Types are strict, null is treated
     as absent, and unknown fields are ignored unless a subclass allows them."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -142,7 +142,7 @@ def parse_fields(fields: Mapping[str, Any], kind: type[T]) -> T:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise HttpError(400, explain(error)) from None
+        raise HttpError(explain(error)) from None
 
 
 def explain(error: ValidationError) -> str:
@@ -176,7 +176,7 @@ async def read_bytes(request: HttpRequest, limit: int = limits.BODY_BYTES) -> by
                 parts.append(part)
     except TimeoutError:
         raise HttpError(
-            408, f"the body did not arrive within {limits.READ_S:.0f} s"
+            f"the body did not arrive within {limits.READ_S:.0f} s", 408
         ) from None
     return b"".join(parts)
 
@@ -188,8 +188,8 @@ async def chunks(request: HttpRequest) -> AsyncGenerator[bytes]:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         raise HttpError(
-            415,
             f"a body must not be compressed, but has Content-Encoding {coding[:40]!r}; send plain JSON",
+            415,
         )
     stream, chunk = request.stream(), None
     try:
@@ -199,17 +199,17 @@ async def chunks(request: HttpRequest) -> AsyncGenerator[bytes]:
             yield chunk
     except TimeoutError:
         raise HttpError(
-            408, f"nothing of the body arrived for {limits.READ_S:.0f} s"
+            f"nothing of the body arrived for {limits.READ_S:.0f} s", 408
         ) from None
     except ClientDisconnect:
-        raise HttpError(499, "request canceled") from None
+        raise HttpError("request canceled", 499) from None
 
 
 def too_large(limit: int) -> BodyRefusedError:
     """Returns the error for a body of more than `limit` bytes, with status 413."""
     most = f"{limit} bytes" if limit % MIB else f"{limit // MIB} MiB"
     return BodyRefusedError(
-        413, f"request body too large: at most {most} are accepted; send less"
+        f"request body too large: at most {most} are accepted; send less", 413
     )
 
 
@@ -236,7 +236,7 @@ def parse_value(raw: bytes) -> Any:
     """Parses JSON text. Raises HttpError 400 if the text is empty or invalid, has more
     than limits.JSON_VALUES values, or has a number that is too large."""
     if not raw.strip():
-        raise HttpError(400, "missing request body")
+        raise HttpError("missing request body")
     # Two for each string, one for an unclosed string.
     n_quotes = raw.count(b'"') - raw.count(b'\\"')
     without_strings = (
@@ -246,8 +246,7 @@ def parse_value(raw: bytes) -> Any:
     )
     if len(without_strings.translate(None, NOT_STRUCTURE)) > limits.JSON_VALUES:
         raise HttpError(
-            400,
-            f"invalid request body: more than {limits.JSON_VALUES} values; send fewer",
+            f"invalid request body: more than {limits.JSON_VALUES} values; send fewer"
         )
     try:
         if any(
@@ -259,7 +258,7 @@ def parse_value(raw: bytes) -> Any:
             )
         return parse_json(raw)
     except ValueError as error:
-        raise HttpError(400, f"invalid request body: {error}") from None
+        raise HttpError(f"invalid request body: {error}") from None
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -275,8 +274,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
             list: "an array",
         }
         raise HttpError(
-            400,
-            f"invalid request body: expected a JSON object, not {kinds.get(type(value), 'null')}",
+            f"invalid request body: expected a JSON object, not {kinds.get(type(value), 'null')}"
         )
     return value
 
@@ -334,8 +332,7 @@ async def read_form(
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary or len(boundary) > 256:
         raise BodyRefusedError(
-            400,
-            "the body must be multipart/form-data, with the fields 'purpose' and 'file'",
+            "the body must be multipart/form-data, with the fields 'purpose' and 'file'"
         )
     limited = {
         "max_files": 1,
@@ -350,12 +347,12 @@ async def read_form(
         form = await parser.parse()
     except MultiPartException as error:
         raise BodyRefusedError(
-            400, f"invalid multipart/form-data: {error.message[:200]}"
+            f"invalid multipart/form-data: {error.message[:200]}"
         ) from None
     except MoeggufError as error:
         found = http_error(error)
         raise BodyRefusedError(
-            found.status, str(found), found.code, found.headers
+            str(found), found.status, found.code, found.headers
         ) from None
     file = form.get("file")
     fields = {key: value for key, value in form.items() if isinstance(value, str)}

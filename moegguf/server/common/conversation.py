@@ -37,7 +37,7 @@ from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import (
     Adapters,
     Loading,
-    ModelName,
+    Name,
     check_capabilities,
     loaded_of,
     look_up,
@@ -184,15 +184,10 @@ class RequestBody(Loading):
     limit: ClassVar[int] = limits.IMAGES_BODY_BYTES
     reply_kind: ClassVar[type[Reply]]
 
-    model: ModelName
-    stream: bool | None = None
+    model: Name
+    stream: bool = False
     # Llama-server's field: LoRA scales, 0 if not listed; None: the server's scales.
     lora: Adapters | None = None
-
-    @property
-    def streams(self) -> bool:
-        """True if the reply is streamed."""
-        return bool(self.stream)
 
     @property
     def parallel_calls(self) -> bool:
@@ -212,7 +207,7 @@ class RequestBody(Loading):
         """Returns the response to an HTTP request that has this body. Raises
         MoeggufError."""
         events, reply = await _answer(request.app.state, self)
-        if not self.streams:
+        if not self.stream:
             return WholeResponse(_whole(events, reply))
         return LineResponse(_lines(events, reply), reply.error_line, reply.ping_line)
 
@@ -237,13 +232,13 @@ def conversation(path: str, kind: type[RequestBody]) -> Route:
 
 
 def about_prompt(
-    path: str, kind: type[Kind], what: str, reply: Callable[[Any], Json]
+    path: str, kind: type[Kind], what: str, key: str, **more: str
 ) -> Route:
     """Returns a route for POST requests at `path`. The reply is a fact about a
     conversation's prompt; no answer is generated.
 
     `what` is "count" for the number of tokens, or "render" for the text that the chat
-    template produces. `reply` converts this value to the JSON of the response. The
+    template produces. The reply has this value under `key`, and the fields `more`. The
     endpoint loads the model if needed, but does not wait for running answers.
     """
 
@@ -252,7 +247,7 @@ def about_prompt(
         async with request.app.state.manager.lease(
             entry, body.overrides(), will_answer=False
         ) as lease:
-            return reply(await lease.value(what, request=requests[0]))
+            return {**more, key: await lease.value(what, request=requests[0])}
 
     return computed(path, kind, compute, kind.limit)
 
@@ -337,7 +332,7 @@ async def _answers(
         for request, queue in left:
             try:
                 async with aclosing(
-                    lease.answer(request, stream=body.streams)
+                    lease.answer(request, stream=body.stream)
                 ) as events:
                     async for event in events:
                         queue.put_nowait(event)

@@ -56,8 +56,8 @@ class HttpError(errors.MoeggufError):
 
     def __init__(
         self,
-        status: int,
         message: str,
+        status: int = 400,
         code: str | None = None,
         headers: Mapping[str, str] = {},
     ) -> None:
@@ -105,29 +105,29 @@ def lists_for_anthropic(request: HttpRequest) -> bool:
     )
 
 
+Kinds = type[BaseException] | tuple[type[BaseException], ...]
 # Rows of exception classes, status, OpenAI's error code, headers. The first matching
 # row is used, so subclasses come first.
-STATUSES: tuple[
-    tuple[tuple[type[BaseException], ...], int, str | None, Mapping[str, str]], ...
-] = (
-    ((errors.ModelNotFoundError,), 404, "model_not_found", {}),
-    ((errors.ContextError,), 400, "context_length_exceeded", {}),
-    ((errors.UnknownIdError,), 404, None, {}),
+STATUSES: tuple[tuple[Kinds, int, str | None, Mapping[str, str]], ...] = (
+    (errors.ModelNotFoundError, 404, "model_not_found", {}),
+    (errors.ContextError, 400, "context_length_exceeded", {}),
+    (errors.UnknownIdError, 404, None, {}),
     (
         (
             errors.ModelNameError,
             errors.OptionError,
             errors.SchemaError,
             errors.CapabilityError,
+            errors.TemplateError,
+            errors.BatchFileError,
         ),
         400,
         None,
         {},
     ),
-    ((errors.TemplateError, errors.BatchFileError), 400, None, {}),
-    ((errors.StorageError,), 507, None, NO_RETRY),
-    ((errors.BusyError,), 503, None, {"retry-after": "1"}),
-    ((errors.GenerationCancelled,), 499, None, {}),
+    (errors.StorageError, 507, None, NO_RETRY),
+    (errors.BusyError, 503, None, {"retry-after": "1"}),
+    (errors.GenerationCancelled, 499, None, {}),
     (
         (
             errors.BudgetError,
@@ -139,7 +139,7 @@ STATUSES: tuple[
         None,
         NO_RETRY,
     ),
-    ((errors.MoeggufError,), 500, None, {}),
+    (errors.MoeggufError, 500, None, {}),
 )
 
 
@@ -151,26 +151,26 @@ def http_error(error: BaseException) -> HttpError:
     if isinstance(error, errors.QueueFullError):
         retry = {"retry-after": str(error.retry_after_s)}
         return HttpError(
-            HTTPStatus.TOO_MANY_REQUESTS, str(error), "rate_limit_exceeded", retry
+            str(error), HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_exceeded", retry
         )
     if isinstance(error, HTTPException):
         return HttpError(
-            error.status_code,
             HTTPStatus(error.status_code).phrase.lower(),
+            error.status_code,
             headers=error.headers or {},
         )
     for kinds, status, code, headers in STATUSES:
         if isinstance(error, kinds):
             return HttpError(
-                status, without_surrogates(" ".join(str(error).split())), code, headers
+                without_surrogates(" ".join(str(error).split())), status, code, headers
             )
     if isinstance(error, MemoryError):
         return HttpError(
-            500, "there is not enough memory for this request.", None, NO_RETRY
+            "there is not enough memory for this request.", 500, None, NO_RETRY
         )
     log.error("unexpected %s", type(error).__name__, exc_info=error)
     return HttpError(
-        500, f"internal error: unexpected {type(error).__name__}; see the server's log."
+        f"internal error: unexpected {type(error).__name__}; see the server's log.", 500
     )
 
 

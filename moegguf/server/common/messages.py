@@ -27,7 +27,7 @@ from moegguf.generate.images import image_part, text_of
 from moegguf.generate.request import Message
 from moegguf.models.entry import ModelEntry
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, parse_json
+from moegguf.server.common.body import Body, parse_json, without_nulls
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
 
 class _CalledFunction(Body):
     name: FunctionName
-    arguments: Arguments = Field(default_factory=dict)
+    arguments: Arguments = {}
 
 
 class ToolCall(Body):
@@ -182,11 +182,11 @@ class ChatMessage(Body):
     """A message in OpenAI's chat format."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[Part] = ""
     name: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    reasoning: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
@@ -207,15 +207,12 @@ class ChatMessage(Body):
         name of its function}."""
         message: Message = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": self.content or "",
+            "content": self.content,
         }
         if self.role in ("tool", "function"):
             name = self.name or tool_names.get(self.tool_call_id or "")
             known = {"tool_call_id": self.tool_call_id, "tool_name": name}
-            message |= {
-                "role": "tool",
-                **{key: value for key, value in known.items() if value is not None},
-            }
+            message |= {"role": "tool", **without_nulls(known)}
         if thinking := self.reasoning_content or self.reasoning:
             message["thinking"] = thinking
         if self.tool_calls:
@@ -242,7 +239,7 @@ def messages_of(
     names |= {
         call.id or "": call.function.name
         for message in given
-        for call in message.tool_calls or ()
+        for call in message.tool_calls
     }
     return (message.as_message(names) for message in given)
 

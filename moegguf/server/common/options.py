@@ -32,7 +32,7 @@ from moegguf.models.recipe import PARAMETERS, RANGES
 from moegguf.options import OPTIONS
 from moegguf.quantities import parse_duration, parse_expert_cache
 from moegguf.server.common import limits
-from moegguf.server.common.body import Body, Whole, explain, integral
+from moegguf.server.common.body import Body, Whole, explain, integral, without_nulls
 from moegguf.server.common.errors import HttpError
 from moegguf.serving.events import LoadedModel, LoadOverrides, load_overrides
 
@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 LORA_SCALE = OPTIONS["lora_scale"]
 MAX_TOKEN = 2**31 - 1  # llama.cpp's token ids have 32 bits
 
-ModelName = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
+# The name of a model, or the id of a stored object.
+Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
 # "" selects the only loaded model.
 SelectedName = Annotated[str, Field(max_length=limits.NAME_CHARS)]
 
@@ -57,14 +58,14 @@ def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEnt
     except ModelNotFoundError as error:
         hint = f" ({error.hint.rstrip('.')})" if error.hint else ""
         message = f"model {name!r:.200} not found, try pulling it first{hint}"
-        raise HttpError(404, message, "model_not_found") from None
+        raise HttpError(message, 404, "model_not_found") from None
 
 
 def check_loaded(state: State) -> None:
     """Raises HttpError 503, with llama-server's message, while the models that were
     named at the server's start are being loaded."""
     if state.preloading is not None and not state.preloading.done():
-        raise HttpError(503, "Loading model", headers={"retry-after": "1"})
+        raise HttpError("Loading model", 503, headers={"retry-after": "1"})
 
 
 def selected_model(state: State, model: str | None) -> str:
@@ -77,7 +78,7 @@ def selected_model(state: State, model: str | None) -> str:
     loaded: list[LoadedModel] = state.manager.loaded()
     if len(loaded) != 1:
         raise HttpError(
-            400, f"model: is missing, and {len(loaded)} models are loaded; name one"
+            f"model: is missing, and {len(loaded)} models are loaded; name one"
         )
     return loaded[0].name
 
@@ -115,7 +116,7 @@ def check_capabilities(
         capability = "completion" if operation in ("chat", "generate") else operation
         if needed and capability not in known.capabilities:
             name = entry.name if operation == "tools" else f'"{entry.name}"'
-            raise HttpError(400, f"{name} does not support {operation}")
+            raise HttpError(f"{name} does not support {operation}")
 
 
 def details_or_none(entry: ModelEntry) -> Details | None:
@@ -134,10 +135,9 @@ def details_or_none(entry: ModelEntry) -> Details | None:
 # Options
 
 
-def _budget(value: str | int | None) -> str | None:
-    if value is not None:
-        parse_expert_cache(str(value))
-    return None if value is None else str(value)
+def _budget(value: str | int) -> str:
+    parse_expert_cache(str(value))
+    return str(value)
 
 
 def in_range(name: str) -> Any:
@@ -148,7 +148,7 @@ def in_range(name: str) -> Any:
 
 
 Number = float | None
-Budget = Annotated[str | Whole | None, AfterValidator(_budget)]
+Budget = Annotated[str | Whole, AfterValidator(_budget)] | None
 Stop = Annotated[str, Field(max_length=limits.STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(max_length=limits.STOPS)]
 
@@ -221,12 +221,12 @@ class Loading(Body):
     """The fields `options` and `keep_alive`, which most request bodies that load a
     model have."""
 
-    options: Options | None = None
+    options: Options = Options()
     keep_alive: int | float | str | None = None
 
     def overrides(self) -> LoadOverrides:
         """Returns the load options in the body."""
-        options = self.options or Options()
+        options = self.options
         given = options.model_dump(exclude_none=True, exclude={"num_batch"})
         # More threads than processors would busy-wait, and slow the whole machine down.
         if options.num_thread:
@@ -257,8 +257,7 @@ def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
     n_adapters = 0 if entry.adapter is None else 1
     if wrong := [adapter.id for adapter in adapters if adapter.id >= n_adapters]:
         raise HttpError(
-            400,
-            f"lora: {entry.name} has {n_adapters} adapters (ids from 0), but none with id {wrong[0]}",
+            f"lora: {entry.name} has no adapter with id {wrong[0]}; GET /lora-adapters lists the ids of its adapters"
         )
     if not n_adapters:
         return None
@@ -266,23 +265,20 @@ def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
 
 
 def sampling_of(
-    entry: ModelEntry, options: Options | None = None, **own: Any
+    entry: ModelEntry, options: Options = Options(), **own: Any
 ) -> Sampling:
     """Returns the sampling parameters. `own` values (keyed by Ollama's names) take
     precedence over `options`, and `options` over the model entry's parameters. A value
     of None is treated as absent. Raises HttpError 400 if a parameter of the entry is
     invalid."""
-    given = options.model_dump(exclude_none=True) if options else {}
+    given = options.model_dump(exclude_none=True)
     try:
         known = Options.model_validate(parameters_of(entry) | given).model_dump(
             exclude_none=True
         )
     except ValidationError as error:
-        raise HttpError(400, f"parameters of {entry.name}: {explain(error)}") from None
-    return sampling_with(
-        Sampling(),
-        known | {name: value for name, value in own.items() if value is not None},
-    )
+        raise HttpError(f"parameters of {entry.name}: {explain(error)}") from None
+    return sampling_with(Sampling(), known | without_nulls(own))
 
 
 # Texts
@@ -292,16 +288,12 @@ NO_TEXT = "must be a text, the tokens of one, or a list of texts or tokens"
 
 
 def _is_number(given: Any) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool)
+    return type(given) in (int, float)  # a bool is no number
 
 
 def _token_of(given: Any) -> int:
     token = integral(given)
-    if (
-        not isinstance(token, int)
-        or isinstance(token, bool)
-        or not 0 <= token <= MAX_TOKEN
-    ):
+    if type(token) is not int or not 0 <= token <= MAX_TOKEN:
         raise ValueError(NO_TEXT)
     return token
 

@@ -238,15 +238,20 @@ def moe_object(stats: Stats) -> dict[str, Any]:
     }
 
 
+def present(**fields: Any) -> dict[str, Any]:
+    """Returns only the fields that are neither empty nor zero. Ollama's Go code omits
+    empty fields and zeros."""
+    return {name: value for name, value in fields.items() if value}
+
+
 def cut_object(summary: AnswerSummary) -> dict[str, int]:
     """Returns the counts of messages and tokens that were cut from a prompt to fit the
     context, and the number of context shifts. Zeros are left out."""
-    counts = {
-        "cut_messages": summary.cut_messages,
-        "cut_tokens": summary.cut_tokens,
-        "context_shifts": summary.n_shifts,
-    }
-    return {name: count for name, count in counts.items() if count}
+    return present(
+        cut_messages=summary.cut_messages,
+        cut_tokens=summary.cut_tokens,
+        context_shifts=summary.n_shifts,
+    )
 
 
 def usage(
@@ -281,30 +286,28 @@ def page(
     """
     query = request.query_params
     text = query.get("limit") or str(default)
-    if not (
-        text.isascii()
-        and text.isdecimal()
-        and len(text) <= 9
-        and 1 <= int(text) <= most
-    ):
+    is_number = text.isascii() and text.isdecimal() and len(text) <= 9
+    limit = int(text) if is_number else 0
+    if not 1 <= limit <= most:
         raise HttpError(
-            400, f"limit: must be a whole number from 1 to {most}, but is {text[:40]!r}"
+            f"limit: must be a whole number from 1 to {most}, but is {text[:40]!r}"
         )
     after, before = query.get(f"after{suffix}"), query.get(f"before{suffix}")
     if after and before:
         raise HttpError(
-            400,
-            f"after{suffix} and before{suffix} cannot be given together; leave one out",
+            f"after{suffix} and before{suffix} cannot be given together; leave one out"
         )
-    here = after or before
-    at = next((i for i, each in enumerate(objects) if each["id"] == here), None)
-    if here and at is None:
-        raise HttpError(
-            400,
-            f"{'after' if after else 'before'}{suffix}: there is no {here:.80} in this list; give an id of the list",
-        )
-    rest = objects[:at] if before else objects if at is None else objects[at + 1 :]
-    data = rest[-int(text) :] if before else rest[: int(text)]
+    rest = objects
+    if here := after or before:
+        ids = [each["id"] for each in objects]
+        if here not in ids:
+            raise HttpError(
+                f"{'after' if after else 'before'}{suffix}: there is no {here:.80} in this list; give an id of the"
+                " list"
+            )
+        at = ids.index(here)
+        rest = objects[at + 1 :] if after else objects[:at]
+    data = rest[-limit:] if before else rest[:limit]
     return {
         "data": data,
         "first_id": data[0]["id"] if data else None,

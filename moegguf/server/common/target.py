@@ -38,8 +38,7 @@ def with_plain_target(app: ASGIApp) -> ASGIApp:
                 if found is None:
                     given = scope["raw_path"][:80].decode("latin-1")
                     error = HttpError(
-                        400,
-                        f"the target of a request is a path such as /api/version, or a whole URL, but is {given!r}",
+                        f"the target of a request must be a path such as /api/version, or a whole URL, but is {given!r}"
                     )
                     return await error_response(error, "")(scope, receive, send)
                 others = [header for header in scope["headers"] if header[0] != b"host"]

@@ -38,12 +38,7 @@ from moegguf.server.common.body import Body, Whole
 from moegguf.server.common.conversation import Json, Reply, RequestBody, conversation
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import ToolCall, Tools, with_entry_messages
-from moegguf.server.common.options import (
-    ModelName,
-    check_capabilities,
-    find,
-    sampling_of,
-)
+from moegguf.server.common.options import Name, check_capabilities, find, sampling_of
 from moegguf.serving.events import Done, Event
 
 # expiry in replies for a model that never expires; Ollama sends a similar year
@@ -73,7 +68,7 @@ class ModelBody(Body):
     """The body of a request about one model. `name` is the deprecated name of
     `model`."""
 
-    model: ModelName
+    model: Name
     _begun_ns: int = PrivateAttr(default_factory=time.perf_counter_ns)
 
     @model_validator(mode="before")
@@ -94,9 +89,9 @@ class ChatMessage(Body):
     JSON text, as in OpenAI's API, is also accepted."""
 
     role: Annotated[str, Field(min_length=1, max_length=32), AfterValidator(str.lower)]
-    content: str | None = None
+    content: str = ""
     thinking: str | None = None
-    images: Images | None = None
+    images: Images = []
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -105,19 +100,20 @@ class ChatMessage(Body):
         """Returns the message for `Request`, without null fields, but always with
         `content`. Raises OptionError for an image that cannot be used."""
         fields = self.model_dump(exclude_none=True, exclude={"images", "content"})
-        return {**fields, "content": with_images(self.content or "", self.images or ())}
+        return {**fields, "content": with_images(self.content, self.images)}
 
 
 class _GenerationBody(ModelBody, RequestBody):
     think: Annotated[bool | str | None, AfterValidator(_level)] = None
     format: Annotated[str | dict[str, Any] | None, AfterValidator(_format)] = None
-    truncate: bool | None = None
-    shift: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[Whole | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    stream: bool = True
+    truncate: bool = True
+    shift: bool = True
+    logprobs: bool = False
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     # moegguf's addition: a stream has lines with `prompt_progress`, and at its end
     # `timing`, `decisions` and `load_s`
-    details: bool | None = None
+    details: bool = False
 
     @property
     @abstractmethod
@@ -125,20 +121,16 @@ class _GenerationBody(ModelBody, RequestBody):
         """True if there is a question. Otherwise the model is only loaded or
         unloaded."""
 
-    @property
-    def streams(self) -> bool:
-        return self.stream is not False
-
     def request(self, entry: ModelEntry, **fields: Any) -> Request:
         """Returns a request with the fields that /api/chat and /api/generate share, and
         with the given `fields`."""
         return Request(
             format=self.format,
             think=self.think,
-            truncate=self.truncate is not False,
-            shift=self.shift is not False,
+            truncate=self.truncate,
+            shift=self.shift,
             repeat_limit=REPEAT_LIMIT,
-            n_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            n_logprobs=self.top_logprobs if self.logprobs else None,
             sampling=sampling_of(entry, self.options),
             **fields,
         )
@@ -166,10 +158,8 @@ class _GenerationBody(ModelBody, RequestBody):
 class ChatRequest(_GenerationBody):
     """The body of /api/chat."""
 
-    messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = (
-        None
-    )
-    tools: Tools | None = None
+    messages: Annotated[list[ChatMessage], Field(max_length=limits.MESSAGES)] = []
+    tools: Tools = []
 
     @property
     def asks(self) -> bool:
@@ -179,22 +169,22 @@ class ChatRequest(_GenerationBody):
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """Returns a list of one request, for the next message of the conversation."""
         messages = with_entry_messages(
-            (message.as_message() for message in self.messages or ()), entry
+            (message.as_message() for message in self.messages), entry
         )
-        tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
+        tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools)
         return [
             self.request(entry, messages=messages, tools=tools, template=entry.template)
         ]
 
 
 class _GenerateRequest(_GenerationBody):
-    prompt: str | None = None
-    suffix: str | None = None
+    prompt: str = ""
+    suffix: str = ""
     system: str | None = None
-    template: str | None = None
-    context: Annotated[list[Whole] | None, Field(max_length=MAX_ANSWER_TOKENS)] = None
-    raw: bool | None = None
-    images: Images | None = None
+    template: str = ""
+    context: Annotated[list[Whole], Field(max_length=MAX_ANSWER_TOKENS)] = []
+    raw: bool = False
+    images: Images = []
 
     @model_validator(mode="after")
     def _goes_together(self) -> _GenerateRequest:
@@ -218,12 +208,11 @@ class _GenerateRequest(_GenerationBody):
         """Returns a list of one request. The prompt passes through the chat template,
         unless the body has `raw` or `suffix`."""
         check_capabilities(entry, known, {"generate": True})
-        prompt = self.prompt or ""
         if self.raw or self.suffix:
             return [
                 self.request(
                     entry,
-                    prompt=prompt,
+                    prompt=self.prompt,
                     suffix=self.suffix or None,
                     return_context=not self.raw,
                 )
@@ -234,14 +223,16 @@ class _GenerateRequest(_GenerationBody):
         )
         if not self.context:
             messages += [dict(message) for message in entry.messages]
-        question = {"role": "user", "content": with_images(prompt, self.images or ())}
-        context, template = tuple(self.context or ()), self.template or entry.template
-        fields: Json = {
-            "messages": (*messages, question),
-            "context": context,
-            "template": template,
-        }
-        return [self.request(entry, return_context=True, **fields)]
+        question = {"role": "user", "content": with_images(self.prompt, self.images)}
+        return [
+            self.request(
+                entry,
+                messages=(*messages, question),
+                context=tuple(self.context),
+                template=self.template or entry.template,
+                return_context=True,
+            )
+        ]
 
 
 def time_text(moment: datetime | None) -> str:
@@ -253,12 +244,6 @@ def time_text(moment: datetime | None) -> str:
         .isoformat(timespec="microseconds")
         .replace("+00:00", "Z")
     )
-
-
-def _present(**fields: Any) -> Json:
-    """Returns only the fields that are neither empty nor zero, because Ollama's Go code
-    omits empty fields and zeros."""
-    return {name: value for name, value in fields.items() if value}
 
 
 class _Reply(Reply):
@@ -309,9 +294,13 @@ class _Reply(Reply):
     def _content(self, text: str = "", **more: Any) -> Json:
         if isinstance(self.body, ChatRequest):
             return {
-                "message": {"role": "assistant", "content": text, **_present(**more)}
+                "message": {
+                    "role": "assistant",
+                    "content": text,
+                    **replies.present(**more),
+                }
             }
-        return {"response": text, **_present(**more)}
+        return {"response": text, **replies.present(**more)}
 
     def _delta(self, delta: Delta) -> Json:
         calls = [
@@ -328,7 +317,7 @@ class _Reply(Reply):
         logprobs = replies.logprob_objects(delta.logprobs)
         return self._content(
             delta.text, thinking=delta.thinking, tool_calls=calls
-        ) | _present(logprobs=logprobs)
+        ) | replies.present(logprobs=logprobs)
 
     def _end(self, done: Done) -> Json:
         """Returns the fields of the last object, such as token counts, and durations in
@@ -338,12 +327,12 @@ class _Reply(Reply):
         return {
             "done": True,
             "done_reason": summary.finish,
-            **_present(
+            **replies.present(
                 context=list(summary.context) if self.requests[0].return_context else []
             ),
             "total_duration": self.body.age_ns,
             "load_duration": self._found_ns + replies.to_ns(done.load_s),
-            **_present(
+            **replies.present(
                 prompt_eval_count=summary.whole_prompt_tokens,
                 prompt_cached_count=summary.cached_tokens,
                 prompt_eval_duration=replies.to_ns(summary.prompt_s),

@@ -33,13 +33,14 @@ from moegguf.package import __version__
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, chunks, read_body, without_nulls
 from moegguf.server.common.errors import HttpError
-from moegguf.server.common.options import ModelName, Options, details_or_none, find
+from moegguf.server.common.options import Name, Options, details_or_none, find
 from moegguf.server.common.replies import (
     LineResponse,
     Lines,
     WholeResponse,
     json_line,
     moe_object,
+    present,
     to_ns,
 )
 from moegguf.server.ollama.chat import ChatMessage, ModelBody, time_text
@@ -62,16 +63,11 @@ async def _version(request: HttpRequest) -> Response:
     return JSONResponse({"version": OLLAMA_VERSION, "moegguf": __version__})
 
 
-async def _tags(request: HttpRequest) -> Response:
-    """Replies with all models of the catalog, newest first."""
+def _tags(request: HttpRequest) -> Response:
+    """Replies with all models of the catalog, newest first. Starlette calls this
+    function on a thread."""
     catalog: Catalog = request.app.state.catalog
-    return JSONResponse(
-        {
-            "models": await asyncio.to_thread(
-                lambda: [_tag_object(each) for each in catalog.entries()]
-            )
-        }
-    )
+    return JSONResponse({"models": [_tag_object(each) for each in catalog.entries()]})
 
 
 def _details_object(known: Details | None, parent: str = "") -> Json:
@@ -104,11 +100,7 @@ def _tag_object(entry: ModelEntry) -> Json:
         "digest": entry.digest,
         "details": _details_object(known, entry.parent) | more,
         "capabilities": list(known.capabilities) if known else [],
-        **(
-            {"missing": [without_surrogates(str(path)) for path in entry.missing]}
-            if entry.missing
-            else {}
-        ),
+        **present(missing=[without_surrogates(str(path)) for path in entry.missing]),
     }
 
 
@@ -193,8 +185,8 @@ def _loaded_object(
 
 
 class _ShowRequest(ModelBody):
-    verbose: bool | None = None
-    system: str | None = None
+    verbose: bool = False
+    system: str = ""
     options: Options | None = None
 
 
@@ -207,7 +199,7 @@ async def _show(request: HttpRequest) -> Response:
 
 def _show_object(catalog: Catalog, body: _ShowRequest) -> Json:
     entry = find(catalog, body.model)
-    known, verbose = details(entry), bool(body.verbose)
+    known, verbose = details(entry), body.verbose
     metadata = {**known.metadata, **(_long_arrays(entry.path) if verbose else {})}
     shown = {key: value for key, value in metadata.items() if key not in HIDDEN}
     found: Json = {
@@ -219,13 +211,12 @@ def _show_object(catalog: Catalog, body: _ShowRequest) -> Json:
         | {"general.parameter_count": known.n_parameters},
         "capabilities": list(known.capabilities),
         "modified_at": time_text(entry.modified),
+        **present(
+            license=entry.license,
+            messages=[dict(message) for message in entry.messages],
+            system=body.system or entry.system,
+        ),
     }
-    if entry.license:
-        found["license"] = entry.license
-    if entry.messages:
-        found["messages"] = [dict(message) for message in entry.messages]
-    if system := body.system or entry.system:
-        found["system"] = system
     if entry.mmproj:
         found["projector_info"] = _json_value(
             read_gguf(entry.mmproj).metadata, verbose=False
@@ -264,8 +255,8 @@ def _long_arrays(path: Path) -> dict[str, list[Any]]:
 
 
 class _CopyRequest(Body):
-    source: ModelName
-    destination: ModelName
+    source: Name
+    destination: Name
 
 
 async def _copy(request: HttpRequest) -> Response:
@@ -287,14 +278,14 @@ async def _delete(request: HttpRequest) -> Response:
 
 async def _push(request: HttpRequest) -> Response:
     # Ollama would upload the model to ollama.com.
-    raise HttpError(501, "push is not supported")
+    raise HttpError("push is not supported", 501)
 
 
 # New models
 
 
 class _PullRequest(ModelBody):
-    stream: bool | None = None
+    stream: bool = True
 
 
 def _progress_response(
@@ -312,7 +303,7 @@ def _progress_response(
         async with aclosing(statuses):
             return [status async for status in statuses][-1]
 
-    return WholeResponse(last()) if body.stream is False else LineResponse(lines())
+    return LineResponse(lines()) if body.stream else WholeResponse(last())
 
 
 async def _pull(request: HttpRequest) -> Response:
@@ -370,40 +361,35 @@ class _CreateRequest(ModelBody):
     parameters, messages and adapter are stored with the new name. `quantize` is
     refused."""
 
-    from_: Annotated[str | None, Field(alias="from", max_length=limits.NAME_CHARS)] = (
-        None
-    )
-    files: Annotated[dict[str, str] | None, Field(max_length=1024)] = None
-    adapters: dict[str, str] | None = None
+    from_: Annotated[str, Field(alias="from", max_length=limits.NAME_CHARS)] = ""
+    files: Annotated[dict[str, str], Field(max_length=1024)] = {}
+    adapters: dict[str, str] = {}
     template: str | None = None
     system: str | None = None
     license: str | list[str] | None = None
-    parameters: Annotated[Json, BeforeValidator(without_nulls)] | None = None
-    messages: Annotated[list[ChatMessage] | None, Field(max_length=limits.MESSAGES)] = (
-        None
-    )
-    quantize: str | None = None
-    stream: bool | None = None
+    parameters: Annotated[Json, BeforeValidator(without_nulls)] = {}
+    messages: Annotated[list[ChatMessage], Field(max_length=limits.MESSAGES)] = []
+    quantize: str = ""
+    stream: bool = True
 
 
 async def _create(request: HttpRequest) -> Response:
     body = await read_body(request, _CreateRequest)
     if not body.from_ and not body.files:
-        raise HttpError(400, "neither 'from' or 'files' was specified")
+        raise HttpError("neither 'from' or 'files' was specified")
     if body.quantize:
         raise HttpError(
-            400, "quantize is not supported; use files that are already quantised"
+            "quantize is not supported; use files that are already quantised"
         )
     recipe = Recipe(
-        from_=body.from_ or "",
-        files=body.files or {},
-        adapters=body.adapters or {},
+        from_=body.from_,
+        files=body.files,
+        adapters=body.adapters,
         system=body.system,
         template=body.template,
-        parameters=body.parameters or {},
+        parameters=body.parameters,
         messages=tuple(
-            {"role": each.role, "content": each.content or ""}
-            for each in body.messages or ()
+            {"role": each.role, "content": each.content} for each in body.messages
         ),
         license="\n".join(body.license)
         if isinstance(body.license, list)
@@ -420,23 +406,20 @@ async def _creating(
     try:
         await asyncio.to_thread(catalog.create, body.model, recipe)
     except ModelFormatError as error:
-        raise HttpError(400, str(error)) from None
+        raise HttpError(str(error)) from None
     for digest in (*recipe.files.values(), *recipe.adapters.values()):
         yield {"status": f"using existing layer {digest}"}
     warnings = left_out(recipe)
     for sentence in warnings:
         yield {"status": f"warning: {sentence}"}
     yield {"status": "writing manifest"}
-    yield {
-        "status": SUCCESS,
-        **({"warnings": warnings} if warnings and body.stream is False else {}),
-    }
+    yield {"status": SUCCESS, **present(warnings=[] if body.stream else warnings)}
 
 
-async def _has_blob(request: HttpRequest) -> Response:
+def _has_blob(request: HttpRequest) -> Response:  # called on a thread
     digest = request.path_params["digest"]
-    if not await asyncio.to_thread(request.app.state.catalog.blobs.has, digest):
-        raise HttpError(404, f"blob {digest!r:.80} not found")
+    if not request.app.state.catalog.blobs.has(digest):
+        raise HttpError(f"blob {digest!r:.80} not found", 404)
     return Response()
 
 
@@ -456,14 +439,14 @@ async def _add_blob(request: HttpRequest) -> Response:
         try:
             await asyncio.to_thread(writer.commit)
         except ModelFormatError as error:
-            raise HttpError(400, str(error)) from None
+            raise HttpError(str(error)) from None
     return Response(status_code=201)
 
 
 routes = [
-    Route("/api/version", _version, methods=["GET"]),
-    Route("/api/tags", _tags, methods=["GET"]),
-    Route("/api/ps", _ps, methods=["GET"]),
+    Route("/api/version", _version),
+    Route("/api/tags", _tags),
+    Route("/api/ps", _ps),
     Route("/api/show", _show, methods=["POST"]),
     Route("/api/copy", _copy, methods=["POST"]),
     Route("/api/delete", _delete, methods=["DELETE"]),

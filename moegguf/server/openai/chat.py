@@ -111,28 +111,28 @@ TopLogprobs = Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class _StreamOptions(Body):
-    include_usage: bool | None = None
+    include_usage: bool = False
 
 
 class GenerationBody(RequestBody, SamplingOptions):
     """The fields that the bodies of chats, responses and completions share, including
     llama-server's completions."""
 
-    stream_options: _StreamOptions | None = None
-    n: Choices | None = None
+    stream_options: _StreamOptions = _StreamOptions()
+    n: Choices = 1
     max_tokens: Limit | None = None
     stop: Annotated[
         Stops | None, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)
     ] = None
-    logit_bias: Annotated[Biases, BeforeValidator(token_ids)] | None = None
+    logit_bias: Annotated[Biases, BeforeValidator(token_ids)] = {}
     thinking_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
     # If True, end tokens are never sampled; no effect with a schema or grammar.
-    ignore_eos: bool | None = None
-    return_progress: bool | None = None
+    ignore_eos: bool = False
+    return_progress: bool = False
     # If True, a prompt longer than the context is cut; otherwise it is an error.
-    truncate: bool | None = None
+    truncate: bool = False
     # If True, when an answer fills the context, older tokens are dropped.
-    shift: bool | None = None
+    shift: bool = False
     # Schema that the answer satisfies (as in llama-server).
     json_schema: dict[str, Any] | None = None
     grammar: str | None = None  # GBNF grammar that the answer matches
@@ -152,7 +152,7 @@ class GenerationBody(RequestBody, SamplingOptions):
         None, the maximum comes from `options` or the entry, if either has one."""
         own = self.model_dump(include=set(SamplingOptions.model_fields))
         own |= {"num_predict": most, "reasoning_budget_tokens": self.thinking_budget}
-        biases = self.logit_bias or {}
+        biases = self.logit_bias
         return replace(
             sampling_of(entry, self.options, **own),
             logit_bias={
@@ -161,7 +161,7 @@ class GenerationBody(RequestBody, SamplingOptions):
             text_bias=tuple(
                 (text, bias) for text, bias in biases.items() if isinstance(text, str)
             ),
-            ignore_eos=bool(self.ignore_eos),
+            ignore_eos=self.ignore_eos,
         )
 
     def request(self, entry: ModelEntry, most: int | None, **fields: Any) -> Request:
@@ -171,8 +171,8 @@ class GenerationBody(RequestBody, SamplingOptions):
         shared = {
             "format": self.json_schema,
             "grammar": self.grammar or None,
-            "truncate": bool(self.truncate),
-            "shift": bool(self.shift),
+            "truncate": self.truncate,
+            "shift": self.shift,
             "sampling": self.sampling(entry, most),
         }
         return Request(**{**shared, **fields})
@@ -180,7 +180,7 @@ class GenerationBody(RequestBody, SamplingOptions):
     @property
     def n_answers(self) -> int:
         """Returns the number of answers to each prompt."""
-        return self.n or 1
+        return self.n
 
     def repeated(self, request: Request) -> list[Request]:
         """Returns a copy of a request for each answer. If the request has a seed, the
@@ -208,22 +208,17 @@ def _choice_of(choice: Any) -> Any:
             f"choices of type {str(kind)[:40]!r} are not supported; name a function"
         )
     found = choice.get(kind) or choice
-    tools = (
-        [found]
-        if kind == "function"
-        else found.get("tools")
-        if isinstance(found, dict)
-        else None
-    )
-    names = []
-    for tool in tools if isinstance(tools, list) else ():
-        function = (tool.get("function") or tool) if isinstance(tool, dict) else None
-        names.append(function.get("name") if isinstance(function, dict) else None)
+    try:
+        tools = [found] if kind == "function" else found["tools"]
+        names = [(tool.get("function") or tool)["name"] for tool in tools]
+        mode = found.get("mode") or "auto"
+    except (AttributeError, KeyError, TypeError):  # a part has another form
+        names = []
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(
             f"{kind} must contain at least one function, and each function must have a name"
         )
-    return {"type": kind, "mode": found.get("mode") or "auto", "names": names}
+    return {"type": kind, "mode": mode, "names": names}
 
 
 class ToolChoice(Body):
@@ -284,20 +279,19 @@ class Format(Body):
 class ToolsBody(GenerationBody):
     """The fields that the bodies of chats and responses share."""
 
-    tools: Tools | None = None
+    tools: Tools = []
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | ToolChoice | None,
-        BeforeValidator(_choice_of),
-    ] = None
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
+        Literal["none", "auto", "required"] | ToolChoice, BeforeValidator(_choice_of)
+    ] = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning = Reasoning()
     top_logprobs: TopLogprobs | None = None
 
     @property
     def parallel_calls(self) -> bool:
         """True unless the body forbids several tool calls in one answer
         (`parallel_tool_calls` is false)."""
-        return self.parallel_tool_calls is not False
+        return self.parallel_tool_calls
 
     @property
     def thinking_budget(self) -> int | None:
@@ -305,11 +299,11 @@ class ToolsBody(GenerationBody):
         The body sets it by one of llama-server's names, or else by OpenRouter's
         `reasoning.max_tokens`."""
         given = super().thinking_budget
-        return self.reasoning.max_tokens if given is None and self.reasoning else given
+        return self.reasoning.max_tokens if given is None else given
 
     @model_validator(mode="after")
     def _choice_has_tools(self) -> ToolsBody:
-        known = {tool.function.name for tool in self.tools or ()}
+        known = {tool.function.name for tool in self.tools}
         if self.tool_choice == "required" and not known:
             raise ValueError("tool_choice 'required' needs tools")
         wanted = (
@@ -334,7 +328,7 @@ class ToolsBody(GenerationBody):
         defaults, the format of the answer, the tools that the model may use, and the
         given `fields`."""
         choice: Any = self.tool_choice
-        tools = self.tools or ()
+        tools = self.tools
         if isinstance(choice, ToolChoice):
             if choice.type == "allowed_tools":
                 tools = [tool for tool in tools if tool.function.name in choice.names]
@@ -349,7 +343,7 @@ class ToolsBody(GenerationBody):
             messages=with_entry_messages(messages, entry),
             template=entry.template,
             tools=tuple(tool.model_dump(exclude_none=True) for tool in tools),
-            tool_choice=choice or "auto",
+            tool_choice=choice,
             strict=format_ is not None and bool(format_.strict),
             n_logprobs=(self.top_logprobs or 0) if logprobs else None,
             **fields,
@@ -370,10 +364,10 @@ class ChatBody(ToolsBody):
     response_format: Annotated[Format | None, BeforeValidator(_format_of)] = None
     reasoning_effort: Effort | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    logprobs: bool | None = None  # `top_logprobs` has an effect only if this is true
+    logprobs: bool = False  # `top_logprobs` has an effect only if this is true
 
     @model_validator(mode="after")
     def _continues_or_begins(self) -> ChatBody:
@@ -393,9 +387,9 @@ class ChatBody(ToolsBody):
             self.response_format,
             # max_tokens is the deprecated name.
             self.max_tokens if most is None else most,
-            bool(self.logprobs),
+            self.logprobs,
             think=self._think(),
-            template_options=self.chat_template_kwargs or {},
+            template_options=self.chat_template_kwargs,
             continue_final_message=not self.add_generation_prompt
             if continues is None
             else continues,
@@ -406,12 +400,10 @@ class ChatBody(ToolsBody):
     def _think(self) -> bool | str | None:
         if self.think is not None:
             return self.think
-        effort = self.reasoning_effort or (
-            self.reasoning.effort if self.reasoning else None
-        )
+        effort = self.reasoning_effort or self.reasoning.effort
         if effort is not None:
             return EFFORTS[effort]
-        given = self.chat_template_kwargs or {}
+        given = self.chat_template_kwargs
         enabled = given.get("enable_thinking", given.get("thinking"))
         return enabled if isinstance(enabled, bool) else None
 
@@ -471,11 +463,10 @@ class ChoicesReply(Reply):
     started = False  # True if chunks of the current choice were sent
 
     def __post_init__(self) -> None:
-        options = self.body.stream_options
         self.n_answers = self.body.n_answers  # number of answers to each prompt
         self.n_choices = len(self.requests)
         self.logprobs = self.requests[0].n_logprobs is not None
-        self._include_usage = bool(options and options.include_usage)
+        self._include_usage = self.body.stream_options.include_usage
         self._choices: list[Json] = []  # complete choices, if the reply is not streamed
         # Statistics of the complete choices, streamed or not.
         self._summaries: list[AnswerSummary] = []
@@ -656,9 +647,6 @@ ChatBody.reply_kind = _ChatReply
 routes = [
     conversation("/v1/chat/completions", ChatBody),
     about_prompt(
-        "/v1/chat/completions/input_tokens",
-        ChatBody,
-        "count",
-        lambda n: {"input_tokens": n},
+        "/v1/chat/completions/input_tokens", ChatBody, "count", "input_tokens"
     ),
 ]

@@ -47,10 +47,12 @@ class CompletionBody(GenerationBody):
     limit = limits.BODY_BYTES
 
     prompt: Texts
-    suffix: str | None = None
-    echo: bool | None = None
+    suffix: str = ""
+    echo: bool = False
     best_of: Choices | None = None
-    max_tokens: Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS)] = (
+        DEFAULT_MAX_TOKENS
+    )
     logprobs: TopLogprobs | None = None
 
     @model_validator(mode="after")
@@ -67,11 +69,11 @@ class CompletionBody(GenerationBody):
                 f"the number of prompts times n (or best_of) must be at most {limits.INPUTS}, but is {n}; send several"
                 " requests"
             )
-        if self.n_answers < (self.n or 1):
+        if self.n_answers < self.n:
             raise ValueError(
                 f"best_of must be at least n ({self.n}), but is {self.best_of}"
             )
-        if self.stream and self.n_answers > (self.n or 1):
+        if self.stream and self.n_answers > self.n:
             raise ValueError(
                 "best_of cannot be streamed, because the best answers are known only at the end; leave out stream"
             )
@@ -81,23 +83,23 @@ class CompletionBody(GenerationBody):
     def n_answers(self) -> int:
         """Returns the number of answers that are generated for each prompt. Only `n` of
         them are sent."""
-        return self.best_of or super().n_answers
+        return self.best_of or self.n
 
     @property
     def scores_prompt(self) -> bool:
         """True if the reply also has logprobs of the prompt's tokens."""
-        return bool(self.echo) and self.logprobs is not None
+        return self.echo and self.logprobs is not None
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """Returns `n_answers` requests for each prompt. The model entry's parameters
         apply, but not its template and messages."""
         # 0: logprobs of the chosen tokens, which rank the answers
-        ranked = 0 if self.n_answers > (self.n or 1) else None
+        ranked = 0 if self.n_answers > self.n else None
         base = self.request(
             entry,
-            DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            self.max_tokens,
             suffix=self.suffix or None,
-            truncate=bool(self.truncate) and not self.scores_prompt,
+            truncate=self.truncate and not self.scores_prompt,
             n_logprobs=ranked if self.logprobs is None else self.logprobs,
             prompt_logprobs=self.scores_prompt,
             prompt_only=self.max_tokens == 0,
@@ -138,7 +140,7 @@ class _CompletionReply(ChoicesReply):
         super().__post_init__()
         self.logprobs = self.body.logprobs is not None
         # Number of answers to each prompt that are sent.
-        self._n_sent = self.body.n or 1
+        self._n_sent = self.body.n
         # Texts of the prompts if `echo` is true, else "".
         self._prompts = [""] * len(self.body.prompt)
         # Mean logprob of each complete choice that is not streamed; 0: no logprobs.

@@ -58,6 +58,7 @@ from moegguf.server.common.messages import (
     own_tools,
     read_parts,
 )
+from moegguf.server.common.options import Name
 from moegguf.server.common.replies import dumps, event_line, logprob_objects, usage
 from moegguf.server.openai import chat
 from moegguf.serving.events import Done, Event
@@ -83,7 +84,6 @@ ECHOED = (
     "user",
 )
 MESSAGES: TypeAdapter[Any] = TypeAdapter(Messages)
-ResponseId = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
 # {role: separator between merged messages}.
 BETWEEN = {"assistant": "\n", "system": "\n\n"}
 
@@ -219,7 +219,7 @@ def _functions_of(tools: Any) -> Any:
 
 class _TextOptions(Body):
     format: chat.Format | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Literal["low", "medium", "high"] = "medium"
 
 
 class ResponsesBody(chat.ToolsBody):
@@ -227,24 +227,19 @@ class ResponsesBody(chat.ToolsBody):
 
     messages: Annotated[Messages, Field(alias="input"), BeforeValidator(_messages_of)]
     instructions: str | None = None
-    tools: Annotated[chat.Tools, BeforeValidator(_functions_of)] | None = None
+    tools: Annotated[chat.Tools, BeforeValidator(_functions_of)] = []
     max_output_tokens: chat.Limit | None = None
-    text: _TextOptions | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    include: Annotated[list[str], Field(max_length=limits.STOPS)] | None = None
-    metadata: (
-        Annotated[
-            dict[str, str],
-            Field(max_length=MAX_METADATA),
-            BeforeValidator(without_nulls),
-        ]
-        | None
-    ) = None
+    text: _TextOptions = _TextOptions()
+    truncation: Literal["auto", "disabled"] = "disabled"
+    include: Annotated[list[str], Field(max_length=limits.STOPS)] = []
+    metadata: Annotated[
+        dict[str, str], Field(max_length=MAX_METADATA), BeforeValidator(without_nulls)
+    ] = {}
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    previous_response_id: ResponseId | None = None
-    store: bool | None = None
+    previous_response_id: Name | None = None
+    store: bool = True
     conversation: Any = None
     prompt: Any = None
     background: Any = None
@@ -266,26 +261,23 @@ class ResponsesBody(chat.ToolsBody):
         response is not stored or the conversation has too many messages. Also raises
         OptionError, BusyError or StorageError."""
         responses: ResponseStore | None = state.responses
-        if responses is not None and responses.stores and self.store is not False:
+        if responses is not None and responses.stores and self.store:
             self._responses = responses
         if self.previous_response_id is None:
             return
         if responses is None:
-            raise HttpError(
-                400, f"previous_response_id: is not supported: {NOT_STORED}"
-            )
+            raise HttpError(f"previous_response_id: is not supported: {NOT_STORED}")
         try:
             self._history = await asyncio.to_thread(
                 responses.history, self.previous_response_id
             )
         except UnknownIdError as error:
             raise HttpError(
-                400, f"previous_response_id: {error}", "previous_response_not_found"
+                f"previous_response_id: {error}", code="previous_response_not_found"
             ) from None
         if len(self._history) + len(self.messages) > limits.MESSAGES:
             raise HttpError(
-                400,
-                f"the conversation has more than {limits.MESSAGES} messages; begin a new one",
+                f"the conversation has more than {limits.MESSAGES} messages; begin a new one"
             )
 
     @property
@@ -315,7 +307,7 @@ class ResponsesBody(chat.ToolsBody):
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """Returns a list of one request, for the message that follows the stored
         conversation and the input."""
-        effort = self.reasoning.effort if self.reasoning else None
+        effort = self.reasoning.effort
         instructions = (
             [{"role": "system", "content": self.instructions}]
             if self.instructions
@@ -324,9 +316,9 @@ class ResponsesBody(chat.ToolsBody):
         request = self.next_message(
             entry,
             _joined([*instructions, *self._history, *self.new_messages()]),
-            self.text.format if self.text else None,
+            self.text.format,
             self.max_output_tokens,
-            self.top_logprobs is not None or LOGPROBS in (self.include or ()),
+            self.top_logprobs is not None or LOGPROBS in self.include,
             think=chat.EFFORTS[effort] if effort else None,
             truncate=self.truncation == "auto",
         )
@@ -480,9 +472,8 @@ class _ResponseReply(EventReply):
             "incomplete" if done and done.summary.finish == "length" else "completed"
         )
         item[form.key].append(part)
-        if form is not MESSAGE and ENCRYPTED_REASONING in (
-            self.body.include or ()
-        ):  # clients send this text back unchanged
+        if form is not MESSAGE and ENCRYPTED_REASONING in self.body.include:
+            # Clients send this text back unchanged.
             item["encrypted_content"] = (
                 REASONING_PREFIX + base64.b64encode(part["text"].encode()).decode()
             )
@@ -525,64 +516,57 @@ class _ResponseReply(EventReply):
             # Clients expect a text item, even if it is empty.
             yield from self._begin_block("text")
             yield from self._end_block("text", done)
-        counts = (
-            summary.whole_prompt_tokens,
-            summary.cached_tokens,
-            summary.answer_tokens,
-            summary.thinking_tokens,
-        )
         self._object |= {
             "status": status,
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output,
-            "usage": usage(*counts, cache_write_tokens=0),
+            "usage": usage(
+                summary.whole_prompt_tokens,
+                summary.cached_tokens,
+                summary.answer_tokens,
+                summary.thinking_tokens,
+                cache_write_tokens=0,
+            ),
             **chat.statistics(summary),
         }
         yield self._event(f"response.{status}", response=self._object)
 
 
 def _settings(body: ResponsesBody, request: Request) -> Json:
-    text, reasoning, choice = body.text, body.reasoning, body.tool_choice or "auto"
+    reasoning, choice = body.reasoning, body.tool_choice
+    shown_choice: Any = choice
     if isinstance(choice, chat.ToolChoice):
         named = [{"type": "function", "name": name} for name in choice.names]
         allowed = {"type": choice.type, "mode": choice.mode, "tools": named}
+        shown_choice = named[0] if choice.type == "function" else allowed
     form = (
-        text.format.model_dump(by_alias=True, exclude_none=True)
-        if text and text.format
+        body.text.format.model_dump(by_alias=True, exclude_none=True)
+        if body.text.format
         else {"type": "text"}
     )
     shown = {"name", "description", "parameters", "strict"}
-    functions = (tool.function.model_dump(include=shown) for tool in body.tools or ())
+    functions = (tool.function.model_dump(include=shown) for tool in body.tools)
     return {
         **body.model_dump(include=set(ECHOED)),
-        "metadata": body.metadata or {},
+        "metadata": body.metadata,
         "parallel_tool_calls": body.parallel_calls,
         "reasoning": {
-            "effort": reasoning.effort if reasoning else None,
-            "summary": (reasoning.summary or reasoning.generate_summary)
-            if reasoning
-            else None,
+            "effort": reasoning.effort,
+            "summary": reasoning.summary or reasoning.generate_summary,
         },
         "service_tier": "default",
         "previous_response_id": body.previous_response_id,
         "store": body.is_stored,
         **{name: getattr(request.sampling, name) for name in SETTINGS},
-        "text": {
-            "format": form,
-            "verbosity": text.verbosity if text and text.verbosity else "medium",
-        },
-        "tool_choice": choice
-        if isinstance(choice, str)
-        else named[0]
-        if choice.type == "function"
-        else allowed,
+        "text": {"format": form, "verbosity": body.text.verbosity},
+        "tool_choice": shown_choice,
         "tools": [
             {"type": "function", **function, "strict": bool(function["strict"])}
             for function in functions
         ],
         "top_logprobs": body.top_logprobs or 0,
-        "truncation": body.truncation or "disabled",
+        "truncation": body.truncation,
     }
 
 
@@ -591,14 +575,14 @@ def _stored(request: HttpRequest) -> tuple[ResponseStore, str]:
     return request.app.state.responses, request.path_params["response"]
 
 
-async def _retrieve(request: HttpRequest) -> Response:
+def _retrieve(request: HttpRequest) -> Response:  # called on a thread
     responses, response_id = _stored(request)
-    return JSONResponse(await asyncio.to_thread(responses.get, response_id))
+    return JSONResponse(responses.get(response_id))
 
 
-async def _delete(request: HttpRequest) -> Response:
+def _delete(request: HttpRequest) -> Response:  # called on a thread
     responses, response_id = _stored(request)
-    await asyncio.to_thread(responses.delete, response_id)
+    responses.delete(response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -607,9 +591,9 @@ ResponsesBody.reply_kind = _ResponseReply
 routes = [
     conversation("/v1/responses", ResponsesBody),
     about_prompt(
-        "/v1/responses/input_tokens", ResponsesBody, "count",
-        lambda n: {"object": "response.input_tokens", "input_tokens": n},
+        "/v1/responses/input_tokens", ResponsesBody, "count", "input_tokens",
+        object="response.input_tokens",
     ),
-    Route("/v1/responses/{response}", _retrieve, methods=["GET"]),
+    Route("/v1/responses/{response}", _retrieve),
     Route("/v1/responses/{response}", _delete, methods=["DELETE"]),
 ]  # fmt: skip

@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
-    ExitStack,
     closing,
     contextmanager,
     nullcontext,
@@ -351,8 +350,7 @@ class Counts:
 
     def add(self, entry: Entry) -> None:
         """Counts the request of an output line, unless its error code is in
-        NOT_EXECUTED. Token counts may have the names of /v1/responses or of OpenAI's
-        older endpoints."""
+        NOT_EXECUTED."""
         if not is_answer(entry):
             self.failed += (entry["error"] or {}).get("code") not in NOT_EXECUTED
             return
@@ -361,22 +359,15 @@ class Counts:
         usage = body.get("usage") if isinstance(body, dict) else None
         if not isinstance(usage, dict):
             return
-        read = (
-            usage.get("input_tokens_details")
-            or usage.get("prompt_tokens_details")
-            or {}
-        )
-        written = (
-            usage.get("output_tokens_details")
-            or usage.get("completion_tokens_details")
-            or {}
-        )
-        self.input_tokens += int(
-            usage.get("input_tokens") or usage.get("prompt_tokens") or 0
-        )
-        self.output_tokens += int(
-            usage.get("output_tokens") or usage.get("completion_tokens") or 0
-        )
+        # OpenAI's older endpoints have other names than /v1/responses.
+        usage = {
+            name.replace("prompt", "input").replace("completion", "output"): count
+            for name, count in usage.items()
+        }
+        read = usage.get("input_tokens_details") or {}
+        written = usage.get("output_tokens_details") or {}
+        self.input_tokens += int(usage.get("input_tokens") or 0)
+        self.output_tokens += int(usage.get("output_tokens") or 0)
         self.cached_tokens += read.get("cached_tokens", 0)
         self.reasoning_tokens += written.get("reasoning_tokens", 0)
 
@@ -500,37 +491,28 @@ def open_journal(path: Path, requests: Requests) -> Iterator[Journal]:
     answers from a file that an older version wrote.
 
     Raises BatchFileError if an answer belongs to other requests, or if a complete line
-    of the older version's file is not an answer. Also raises it if another process has
-    the database open or has locked that file. Raises StorageError for other errors of
+    of the older version's file is not an answer. Raises BusyError if another process
+    has the database open or has locked that file, and StorageError for other errors of
     the disk or database.
     """
-    with ExitStack() as opened:
+    with closing(Database(path, MODE)) as database:
         try:
-            database = opened.enter_context(closing(Database(path, MODE)))
-            opened.callback(_remove_when_empty, database)
             take_old_journal(database, "", path.with_suffix(""))
-        except BlockingIOError:
-            raise BatchFileError(
-                f"{path} is in use: another process answers these requests; run the command again when that process has"
-                " ended."
-            ) from None
-        journal = Journal(database)
-        journal.read(requests)
-        yield journal
-
-
-def _remove_when_empty(database: Database) -> None:
-    if not database.execute("SELECT 1 FROM answer LIMIT 1"):
-        database.remove()
+            journal = Journal(database)
+            journal.read(requests)
+            yield journal
+        finally:
+            if not database.execute("SELECT 1 FROM answer LIMIT 1"):
+                database.remove()
 
 
 def take_old_journal(database: Database, batch: str, path: Path) -> None:
     """Moves the answers from the file at `path`, which an older version wrote, into a
     database. Does nothing if there is no such file. An incomplete last line is dropped.
 
-    Raises BatchFileError if a complete line is not an answer, BlockingIOError if
-    another process has locked the file, and StorageError for other errors of the disk
-    or database.
+    Raises BatchFileError if a complete line is not an answer, BusyError if another
+    process has locked the file, and StorageError for other errors of the disk or
+    database.
     """
     with storing(path), suppress(FileNotFoundError), open_regular(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

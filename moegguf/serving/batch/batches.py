@@ -25,8 +25,8 @@ from moegguf.atomic_write import OWNER_ONLY, make_private
 from moegguf.errors import BatchFileError, BusyError, UnknownIdError
 from moegguf.regular_file import open_regular
 from moegguf.serving.batch import answers
-from moegguf.serving.batch.answers import Counts, Journal, Requests
-from moegguf.serving.batch.database import FINAL, Database
+from moegguf.serving.batch.answers import Counts, Journal, LineError, Requests
+from moegguf.serving.batch.database import FINAL, Database, storing
 from moegguf.serving.batch.files import FileStore
 from moegguf.serving.batch.migration import migrate
 from moegguf.serving.clients import current_owner, is_visible
@@ -137,20 +137,14 @@ class Batches:
             raise BusyError("the server is shutting down; try again later.")
         if self._database is not None:
             return
-        try:
-            with answers.storing(self.folder):
-                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                database = Database(self.folder / DATABASE, OWNER_ONLY)
-                try:
-                    self._load(database)
-                except BaseException:
-                    database.close()
-                    raise
-        except BlockingIOError:
-            raise BusyError(
-                f"another process is using the files and batches in {self.folder}; if it is a server, use that server,"
-                " otherwise try again when the process has ended."
-            ) from None
+        with storing(self.folder):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            database = Database(self.folder / DATABASE, OWNER_ONLY)
+            try:
+                self._load(database)
+            except BaseException:
+                database.close()
+                raise
         self._database = database
         for batch in self._batches.values():
             self._start(batch)
@@ -269,20 +263,14 @@ class Batches:
                     # batch.
                     task.uncancel()
             except BatchFileError as error:
-                self._fail(batch, [_error_of("invalid_file", str(error))])
+                self._fail(batch, [_error_of(LineError("invalid_file", str(error)))])
             except OSError as error:
                 next_s = DISK_RETRY_S
                 log.warning("%s waits for %.0f s: %s", batch.id, DISK_RETRY_S, error)
             except Exception as error:
                 log.error("%s has failed", batch.id, exc_info=error)
-                self._fail(
-                    batch,
-                    [
-                        _error_of(
-                            "server_error", "internal error; see the server's log."
-                        )
-                    ],
-                )
+                said = "internal error; see the server's log."
+                self._fail(batch, [_error_of(LineError("server_error", said))])
         # Files and answers that remain are removed when the folder is next opened.
         with suppress(OSError):
             self._files.remove_unused(batch.input_file_id)
@@ -321,14 +309,10 @@ class Batches:
 
     async def _validate(self, batch: Batch) -> None:
         async with self._requests(batch) as requests:
-            wrong = (
-                (line.number, line.error)
+            errors = [
+                _error_of(line.error, line.number)
                 for line in requests.lines
                 if line.error is not None
-            )
-            errors = [
-                _error_of(error.code, str(error), error.param, number)
-                for number, error in wrong
             ]
             if errors:
                 self._fail(batch, errors[:MAX_ERRORS])
@@ -355,7 +339,7 @@ class Batches:
         """
         async with self._answers(batch) as (requests, journal):
             if not_executed is not None:
-                error = answers.LineError(not_executed, NOT_EXECUTED_TEXT[not_executed])
+                error = LineError(not_executed, NOT_EXECUTED_TEXT[not_executed])
                 missing = [
                     line
                     for line in requests.lines
@@ -409,7 +393,7 @@ class Batches:
             file = open_regular(self._files.contents(batch.input_file_id))
         except FileNotFoundError:
             raise BatchFileError(
-                "the requests of this batch are gone; create another one."
+                "the file with the requests of this batch is gone; upload it again, and create another batch."
             ) from None
         with file:
             # The file is checked on a thread, because checking a large file can take
@@ -467,7 +451,6 @@ def _row_of(batch: Batch) -> tuple[str, int, str | None, str]:
     return batch.id, batch.created_ns, needs, json.dumps(asdict(batch))
 
 
-def _error_of(
-    code: str, message: str, param: str | None = None, line: int | None = None
-) -> dict[str, Any]:
-    return {"code": code, "message": message, "param": param, "line": line}
+def _error_of(error: LineError, line: int | None = None) -> dict[str, Any]:
+    fields = {"code": error.code, "message": str(error), "param": error.param}
+    return {**fields, "line": line}

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from moegguf.errors import StorageError
+from moegguf.errors import BusyError, StorageError
 
 # Statuses of batches that have ended.
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -41,23 +41,32 @@ DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
     """Context manager that converts OSErrors and errors of sqlite3 to StorageError. An
-    error about another process's lock becomes BlockingIOError."""
+    error about another process's lock becomes BusyError."""
     try:
         yield
-    except (StorageError, BlockingIOError):
+    except StorageError:
         raise
+    except BlockingIOError:
+        raise _in_use(path) from None
     except OSError as error:
         raise _not_written(path, error.strerror) from None
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code == sqlite3.SQLITE_BUSY:
-            raise BlockingIOError(str(error)) from None
+            raise _in_use(path) from None
         if code in DAMAGED:
             raise StorageError(
                 f"{path} must be an intact database, but is damaged ({error}); restore a copy of it, or move it away"
                 " to start over."
             ) from None
         raise _not_written(path, error) from None
+
+
+def _in_use(path: Path) -> BusyError:
+    return BusyError(
+        f"another process is using {path}; if it is a server, use that server, otherwise try again when the process"
+        " has ended."
+    )
 
 
 def _not_written(path: Path, why: object) -> StorageError:
@@ -73,8 +82,8 @@ class Database:
 
     def __init__(self, path: Path, mode: int, schema: Sequence[str] = SCHEMA) -> None:
         """Opens the database at `path`. If there is none, creates it with the file mode
-        `mode` and the statements of `schema`. Raises BlockingIOError while another
-        process has it open, and StorageError for other errors."""
+        `mode` and the statements of `schema`. Raises BusyError while another process
+        has it open, and StorageError for other errors."""
         self.path = path
         self._lock = threading.RLock()
         with storing(path):
@@ -100,10 +109,8 @@ class Database:
                 raise
 
     def _make_tables(self, schema: Sequence[str]) -> None:
-        if not self.path.exists():
-            raise BlockingIOError(
-                f"{self.path} must stay in place while it is opened, but another process has removed it; try again"
-            )
+        if not self.path.exists():  # another process has just removed it
+            raise _in_use(self.path)
         ((version,),) = self.execute("PRAGMA user_version")
         if version > VERSION:
             raise StorageError(

@@ -98,11 +98,6 @@ class FileStore:
             return file
         raise UnknownIdError(f"No such File object: {file_id:.80}")
 
-    def path(self, file_id: str) -> Path:
-        """Returns the path of a file's contents. Raises UnknownIdError as `get`
-        does."""
-        return self.contents(self.get(file_id).id)
-
     def contents(self, file_id: str) -> Path:
         """Returns the path at which the contents of a file with this id are stored.
         There need not be such a file."""

@@ -39,7 +39,7 @@ def migrate(
 
     `batch_row` checks the JSON of a batch and converts it to a row of the database.
     Damaged files are moved to the folder DAMAGED, with a warning in the log. Raises
-    BlockingIOError while a server of an older version is using the folder, and
+    BusyError while a server of an older version is using the folder, and
     StorageError for other errors of the disk or database.
     """
     lock = folder / ".lock"

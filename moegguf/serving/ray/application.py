@@ -129,7 +129,8 @@ def _model(config: ModelConfig) -> serve.Application:
     except (ValueError, TypeError) as error:
         text = " ".join(str(error).split())
         raise OptionError(
-            f"models.{config.name}: Ray Serve does not accept this model's options: {text}"
+            f"models.{config.name}: Ray Serve does not accept this model's options ({text}); correct them in the config"
+            " file."
         ) from None
 
 
