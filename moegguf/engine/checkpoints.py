@@ -28,7 +28,8 @@ class Checkpoints:
     sequences."""
 
     def __init__(self, parts: MemoryParts, n_seq_max: int) -> None:
-        self._parts, self._n_seq_max = parts, n_seq_max
+        self._parts = parts
+        self._n_seq_max = n_seq_max
         # {sequence: number of tokens before its checkpoint}.
         self._ends: dict[int, int] = {}
 

@@ -170,11 +170,9 @@ class Context:
         mmproj: str | os.PathLike[str] | None = None,
     ) -> None:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # `llm` holds this object
-        self._session, self._threads, self._mmproj = (
-            loader.session,
-            loader.threads,
-            mmproj,
-        )
+        self._session = loader.session
+        self._threads = loader.threads
+        self._mmproj = mmproj
         # Decides which experts to keep and fetch; None: there is no expert store.
         self.controller = loader.controller
         self._bindings = library.llama_cpp()
@@ -318,10 +316,8 @@ class Context:
         sequence to its earlier tokens, so that the call can be repeated, but empties a
         sequence with a recurrent state."""
         with self._guarded():
-            llm, phase = (
-                self._llm,
-                self._requests.next_phase(self._llm.n_tokens, len(tokens)),
-            )
+            llm = self._llm
+            phase = self._requests.next_phase(self._llm.n_tokens, len(tokens))
             self.images.truncate(llm.n_tokens)
             # This removes the cells left by a failed pass.
             if not llm._ctx.kv_cache_seq_rm(0, self.images.position(llm.n_tokens), -1):
@@ -403,7 +399,8 @@ class Context:
     def _announce(self, chunks: Sequence[SequenceTokens]) -> None:
         """Announces the next pass to the controller. Also announces its tokens, with
         their requests and phases, to the store if the store needs them."""
-        first, session = chunks[0], self._session
+        first = chunks[0]
+        session = self._session
         if session is None:
             return
         decodes = all(chunk.phase == Phase.DECODE for chunk in chunks)
@@ -416,18 +413,12 @@ class Context:
             )
         if not session.store.context.awaits_tokens(first.request, first.phase):
             return
-        n, each = (
-            self._batch.batch.n_tokens,
-            [chunk for chunk in chunks for _ in range(chunk.n_evaluated)],
-        )
-        sequences, phases = (
-            [chunk.request for chunk in each],
-            [chunk.phase for chunk in each],
-        )
-        tokens, outputs = (
-            self._batch.tokens[:n].tolist(),
-            self._batch.logits[:n].tolist(),
-        )
+        n = self._batch.batch.n_tokens
+        each = [chunk for chunk in chunks for _ in range(chunk.n_evaluated)]
+        sequences = [chunk.request for chunk in each]
+        phases = [chunk.phase for chunk in each]
+        tokens = self._batch.tokens[:n].tolist()
+        outputs = self._batch.logits[:n].tolist()
         session.store.context.announce(sequences, phases, tokens, outputs)
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
@@ -435,7 +426,8 @@ class Context:
         tokens before the image. request: the request's number in routing events. Raises
         the same errors as an evaluation, and OptionError for a damaged image."""
         with self._guarded():
-            llm, projector = self._llm, self.open_projector()
+            llm = self._llm
+            projector = self.open_projector()
             assert projector is not None
             if self.controller is not None:
                 self.controller.before_tokens(Phase.PREFILL)
@@ -497,12 +489,10 @@ class Context:
         self.check_caller()
         with self.lock:
             self.check_weights()
-            session, llm, before, start_s = (
-                self._session,
-                self._llm,
-                self._llm.n_tokens,
-                time.perf_counter(),
-            )
+            session = self._session
+            llm = self._llm
+            before = self._llm.n_tokens
+            start_s = time.perf_counter()
             if session is not None:
                 # A failure, or an exception in a callback, since the last call.
                 session.raise_failure()
@@ -546,7 +536,8 @@ class Context:
         scale, which this class does not record. Does nothing for a model without an
         adapter.
         """
-        llm, bindings = self._llm, self._bindings
+        llm = self._llm
+        bindings = self._bindings
         if llm._lora_adapter is None:
             return
         wanted = llm.lora_scale if scale is None else scale
@@ -557,7 +548,8 @@ class Context:
             bindings.llama_set_adapters_lora(
                 llm.ctx, adapters, int(wanted != 0), (c.c_float * 1)(wanted)
             )
-            self.lora_scale, llm._requires_eval = wanted, True
+            self.lora_scale = wanted
+            llm._requires_eval = True
 
     # Logits.
 
@@ -659,7 +651,8 @@ class Context:
     def cut(self, n_tokens: int, sequence: int = 0) -> bool:
         """Cuts a sequence to its first `n_tokens`. Returns False, and changes nothing,
         if `keeps` returns False."""
-        llm, memory = self._llm, self._llm._ctx.memory
+        llm = self._llm
+        memory = self._llm._ctx.memory
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
         if not self.keeps(n_tokens, sequence):
             return False
@@ -672,7 +665,8 @@ class Context:
         if sequence == 0 and kept:
             self.images.truncate(n_tokens)
             # The logits belong to other tokens.
-            llm.n_tokens, llm._requires_eval = n_tokens, True
+            llm.n_tokens = n_tokens
+            llm._requires_eval = True
         return kept
 
     def truncate(self, n_tokens: int, sequence: int = 0) -> bool:
@@ -717,7 +711,9 @@ class Context:
         if `source` does not have exactly these tokens, or has not been evaluated since
         a rollback.
         """
-        memory, first, last = self._llm._ctx.memory, 0, n_tokens
+        memory = self._llm._ctx.memory
+        first = 0
+        last = n_tokens
         if self._llm._is_stateful:
             if self._end(source) != n_tokens or not self._rollback.can_copy(source):
                 return False
@@ -730,13 +726,15 @@ class Context:
         # The copied tokens are not known here; PLACEHOLDER matches no token of a later
         # prompt.
         if target == 0:
-            self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
+            self._llm.n_tokens = n_tokens
+            self._llm._requires_eval = True
             self._llm.input_ids[:n_tokens] = PLACEHOLDER
         return True
 
     def read_state(self, sequence: int) -> bytes:
         """Returns a sequence's state, as llama.cpp serializes it."""
-        llm, bindings = self._llm, self._bindings
+        llm = self._llm
+        bindings = self._bindings
         with self.lock:
             data = np.empty(
                 bindings.llama_state_seq_get_size(llm.ctx, sequence), np.uint8
@@ -751,7 +749,8 @@ class Context:
         """Writes a saved state of `tokens` into an empty sequence. Returns False, and
         leaves the sequence empty, if llama.cpp cannot place the state, or if the state
         does not end after `tokens`."""
-        llm, bindings = self._llm, self._bindings
+        llm = self._llm
+        bindings = self._bindings
         with self.lock:
             data = np.frombuffer(state, np.uint8).ctypes.data_as(c.POINTER(c.c_uint8))
             done = bool(
@@ -767,7 +766,8 @@ class Context:
                 return False
             if sequence == 0:
                 self.images.truncate(0)
-                llm.n_tokens, llm._requires_eval = len(tokens), True
+                llm.n_tokens = len(tokens)
+                llm._requires_eval = True
                 llm.input_ids[: len(tokens)] = tokens
         return True
 
@@ -807,7 +807,8 @@ class Context:
         self.check_caller()
         with self.lock:
             self.check_open()
-            llm, end = self._llm, n_keep + n_discard
+            llm = self._llm
+            end = n_keep + n_discard
             llm._ctx.kv_cache_seq_rm(0, n_keep, end)
             llm._ctx.kv_cache_seq_shift(0, end, llm.n_tokens, -n_discard)
             llm.input_ids[n_keep : llm.n_tokens - n_discard] = llm.input_ids[

@@ -31,7 +31,8 @@ class KnownFact:
     """
 
     def __init__(self, kind: str, layout: ExpertLayout, about: Any) -> None:
-        processor, model = read_processor(), header_digest(layout.shards)
+        processor = read_processor()
+        model = header_digest(layout.shards)
         depends = [
             library.build_identity(),
             about,

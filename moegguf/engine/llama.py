@@ -226,11 +226,13 @@ class Llama(UpstreamLlama):
         )
         self._drafts = ModelDrafts(own["draft"] or environment.get("draft", "auto"))
         load_plan = prepare(model_path, own, given, plan)
-        self.layout, self.plan = load_plan.layout, load_plan.plan
+        self.layout = load_plan.layout
+        self.plan = load_plan.plan
         self.reads_images = load_plan.spec.projector is not None and bool(mmproj)
         try:
             self._loader = loader = Loader(load_plan, given, store, progress)
-            self.session, self._closed = loader.session, False
+            self.session = loader.session
+            self._closed = False
             kept = (
                 KvBlockStore(default_folder(), kept_bytes) if kept_bytes != 0 else None
             )
@@ -367,7 +369,8 @@ class Llama(UpstreamLlama):
             >>> llm.n_tokens
             0
         """
-        self.n_tokens, self._requires_eval = 0, True
+        self.n_tokens = 0
+        self._requires_eval = True
         if self._is_stateful:  # the base class would empty every sequence
             self.context.forget(0)
         self.context.images.truncate(0)
@@ -417,7 +420,8 @@ class Llama(UpstreamLlama):
             ...     len(embedder.embed("a text")) == embedder.n_embd()
             True
         """
-        texts, base = [input] if isinstance(input, str) else input, super().embed
+        texts = [input] if isinstance(input, str) else input
+        base = super().embed
         if not all(self.tokenize(to_utf8(text)) for text in texts):
             raise OptionError(
                 "a text is empty, and this model adds no token at its beginning; leave the text out."

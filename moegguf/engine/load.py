@@ -118,10 +118,8 @@ def prepare(
     CapabilityError for a kind of model that moegguf does not run, and AllocationError
     for a context that is larger than this machine's total memory.
     """
-    path, options = (
-        os.fspath(find_model(model)),
-        {n: v for n, v in options.items() if n not in LEGACY_OPTIONS},
-    )
+    path = os.fspath(find_model(model))
+    options = {n: v for n, v in options.items() if n not in LEGACY_OPTIONS}
     spec = LoadSpec.of({**options, **own})
     layout = read_model(path, spec, vocab_only=bool(options.get("vocab_only")))
     if layout.arch in DIFFUSION:
@@ -247,18 +245,19 @@ def plan_load(
     Raises BudgetError or OptionError. Also raises OptionError if a device that must be
     used has no kernel for the model's experts.
     """
-    speeds, hits, reasons = None, None, list[str]()
+    speeds = None
+    hits = None
+    reasons = list[str]()
     if machine.devices and not spec.is_divided(machine.devices):
         (device,) = machine.devices
         try:
-            speeds, hits = measure(device), HitRates.of(layout).curve()
+            hits = HitRates.of(layout).curve()
+            speeds = measure(device)
         except OptionError as error:
             if spec.placement != "auto" or spec.refuses_cpu:
                 raise
-            machine, reasons = (
-                replace(machine, devices=()),
-                [f"not on {device.name}: {error}"],
-            )
+            machine = replace(machine, devices=())
+            reasons = [f"not on {device.name}: {error}"]
     elif (
         not machine.devices
         and layout.is_moe

@@ -62,13 +62,15 @@ class Loader:
         store: StoreOptions,
         progress: Progress | None,
     ) -> None:
-        self.load_plan, self.n_seq_max = load_plan, load_plan.plan.n_seq_max
+        self.load_plan = load_plan
+        self.n_seq_max = load_plan.plan.n_seq_max
         self.session: Session | None = None
         self.controller: LiveController | None = None
         self.threads: GovernedThreads | None = None
         self.recording: Recording | None = None
         self.run_hits = RunHits(load_plan.layout)
-        self._saves_uses, self._artifacts = False, Artifacts(load_plan.layout)
+        self._saves_uses = False
+        self._artifacts = Artifacts(load_plan.layout)
         self._threadpool: Threadpool | None = None
         self._bindings = library.llama_cpp()
         self._progress = progress
@@ -77,7 +79,8 @@ class Loader:
         self._callback: Any = self._bindings.llama_progress_callback(self._report)
         # An empty list of devices: its first entry is null.
         self._no_devices = (c.c_void_p * 1)()
-        self._repack, plan = store.repack, load_plan.plan
+        self._repack = store.repack
+        plan = load_plan.plan
         try_first(
             load_plan.layout, options, self._report_waiting, load_plan.spec.projector
         )
@@ -244,7 +247,8 @@ class Loader:
         if self.session is None:
             yield
             return
-        layout, stop = self.session.layout, threading.Event()
+        layout = self.session.layout
+        stop = threading.Event()
         work = threading.Thread(
             target=_advise, args=(layout, "POSIX_FADV_WILLNEED", stop), daemon=True
         )
@@ -263,8 +267,10 @@ class Loader:
         is no expert store and `govern_threads` is not set. If `govern_threads` is set,
         also creates the object that adapts the number of threads to other processes'
         use of the processors. Does nothing if there is only one compute thread."""
-        options, governed = self.load_plan.options, self.load_plan.govern_threads
-        n_threads, n_threads_batch = options["n_threads"], options["n_threads_batch"]
+        options = self.load_plan.options
+        governed = self.load_plan.govern_threads
+        n_threads = options["n_threads"]
+        n_threads_batch = options["n_threads_batch"]
         if max(n_threads, n_threads_batch) == 1:
             return
         if self.load_plan.hooks or governed:

@@ -126,7 +126,8 @@ def kv_bytes(
     split matrices; older files store full heads. DeepSeek V4 stores compressed keys
     (`compressed_kv_bytes`).
     """
-    hp, whole = layout.hparams, partial(number, layout)
+    hp = layout.hparams
+    whole = partial(number, layout)
     states = n_seq_max * (1 + n_rs_seq) * state_bytes(layout)
     if layout.arch == DEEPSEEK4:
         return states + n_seq_max * compressed_kv_bytes(
@@ -343,7 +344,8 @@ class Sizes:
 
         Raises OptionError for an impossible number of sequences.
         """
-        n_batch, n_ubatch = self.n_batch, self.n_ubatch
+        n_batch = self.n_batch
+        n_ubatch = self.n_ubatch
         if self.pools:
             n_batch = n_batch or min(n_ctx, POOLED_BATCH_TOKENS)
             n_ubatch = n_ubatch or n_batch
@@ -462,7 +464,9 @@ def choose_context(
             rest - pool_bytes if pool_bytes else rest // 2
         )
 
-    n_ctx, n_kv, reasons = sizes.n_ctx, sizes.kv_tokens, list(sizes.reasons)
+    n_ctx = sizes.n_ctx
+    n_kv = sizes.kv_tokens
+    reasons = list(sizes.reasons)
     trained = pad_context(layout.hparams.n_ctx_train or SMALL_CTX_TOKENS)
     if n_ctx is None:
         powers = (1 << bit for bit in reversed(range(trained.bit_length())))
@@ -566,7 +570,8 @@ def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
         raise OptionError(
             f"parallel (n_seq_max) must be a number of sequences from 1 to {MAX_PARALLEL}, but is {wanted}."
         )
-    metadata, arch = layout.metadata, layout.arch
+    metadata = layout.metadata
+    arch = layout.arch
     trained = metadata.get(
         f"{arch}.rope.scaling.original_context_length", layout.hparams.n_ctx_train
     )

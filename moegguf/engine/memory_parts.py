@@ -46,11 +46,13 @@ class MemoryParts:
 
     def __init__(self, llm: UpstreamLlama) -> None:
         loaded: Any = library.llama_cpp().llama_cpp._lib
-        self._context, self._memory = llm.ctx, llm._ctx.memory
+        self._context = llm.ctx
+        self._memory = llm._ctx.memory
         self._functions: dict[str, Any] = {}
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(loaded, f"moegguf_{name}")
-            function.restype, function.argtypes = result, arguments
+            function.restype = result
+            function.argtypes = arguments
             self._functions[name] = function
         # Bits of the parts that the memory has, or WHOLE.
         self.all: int = self._functions["memory_parts"](self._memory)
@@ -93,7 +95,8 @@ class MemoryParts:
     ) -> npt.NDArray[np.uint8] | None:
         """Returns a sequence's state with only these parts. Returns None if llama.cpp
         cannot write the state, or if its size is not `n_bytes`."""
-        data, write = np.empty(n_bytes, np.uint8), self._functions["parts_state_write"]
+        data = np.empty(n_bytes, np.uint8)
+        write = self._functions["parts_state_write"]
         return (
             data
             if write(self._context, parts, sequence, data.ctypes.data, n_bytes)

@@ -115,7 +115,9 @@ class _Parts:
     """
 
     def __init__(self, name: str, tokens: Tokens, images: Images) -> None:
-        self._name, self._images, self._ids = name, images, np.asarray(tokens, np.int32)
+        self._name = name
+        self._images = images
+        self._ids = np.asarray(tokens, np.int32)
         n_tokens = len(self._ids)
         # True for placeholders outside the given images, and after the last token
         unknown = np.append(self._ids == PLACEHOLDER, True)
@@ -126,13 +128,16 @@ class _Parts:
                 # An image's tokens share its first position (M-RoPE).
                 steps[image.begin + 1 : image.end] = 0
                 steps[image.end] = image.n_positions
-        unknown[n_tokens], steps[0] = True, 0
+        unknown[n_tokens] = True
+        steps[0] = 0
         self._n_known = int(np.argmax(unknown))
         self._positions = np.cumsum(steps, dtype=np.int32)
-        self.blocks, end = list[_Part](), 0
+        self.blocks = list[_Part]()
+        end = 0
         while block := self._part(name, end, self._uncut(end + BLOCK_TOKENS)):
             self.blocks.append(block)
-            name, end = block.name, block.end
+            name = block.name
+            end = block.end
 
     def rest(self, n_blocks: int, end: int) -> _Part | None:
         """Returns the part from the end of the first `n_blocks` blocks up to `end`.
@@ -178,7 +183,8 @@ class PrefixCache:
     ) -> None:
         self._context = context
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # `llm` holds this object
-        self._store, self._recent = store, recent
+        self._store = store
+        self._recent = recent
         self._root = _root(llm, load_plan, moves)
         self._model = load_plan.layout.shards[0].path.stem  # name for display
         if self._model.startswith("sha256-"):
@@ -367,7 +373,8 @@ class PrefixCache:
     def _note_end(self, n_tokens: int, images: Images) -> None:
         """Sets the number of tokens of sequence 0 and the images within these tokens.
         Marks the logits in memory as outdated."""
-        self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
+        self._llm.n_tokens = n_tokens
+        self._llm._requires_eval = True
         self._context.images.spans = list(images)
         self._context.images.truncate(n_tokens)
 
@@ -412,7 +419,8 @@ class PrefixCache:
         parts = self._parts(
             owner, tokens, self._context.images.spans if sequence == 0 else ()
         )
-        blocks, rest = parts.blocks, parts.rest(len(parts.blocks), n_tokens)
+        blocks = parts.blocks
+        rest = parts.rest(len(parts.blocks), n_tokens)
         with self._context.lock:
             state = self._state_to_keep(sequence, rest, is_end) if rest else None
             wants_rest = (
@@ -750,7 +758,8 @@ class StateCost:
             if self._n_pass >= BLOCK_TOKENS // 2:
                 self._token_s = self._pass_s / self._n_pass
             self._pass_s = eval_s - self._eval_s
-            self._eval_s, self._n_pass = eval_s, 0
+            self._eval_s = eval_s
+            self._n_pass = 0
         self._n_pass += n_new
 
     def note_state(self, n_bytes: int, seconds: float) -> None:
@@ -856,13 +865,12 @@ def _n_streams(llm: UpstreamLlama) -> int:
 def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
     """Returns a hash of everything that blocks depend on, except owner, tokens and
     images: model, build, processor, devices and options."""
-    layout, plan, options, params = (
-        load_plan.layout,
-        load_plan.plan,
-        load_plan.options,
-        llm.context_params,
-    )
-    adapter, projector = load_plan.spec.lora_path, load_plan.spec.projector
+    layout = load_plan.layout
+    plan = load_plan.plan
+    options = load_plan.options
+    params = llm.context_params
+    adapter = load_plan.spec.lora_path
+    projector = load_plan.spec.projector
     parts = {
         "format": FORMAT,
         "model": (header_digest(layout.shards), weights_digest(layout.shards)),

@@ -90,7 +90,8 @@ def recurrent_layers(layout: ExpertLayout) -> frozenset[int]:
 
 
 def _is_recurrent(layout: ExpertLayout, il: int) -> bool:
-    arch, hparams = layout.arch, layout.hparams
+    arch = layout.arch
+    hparams = layout.hparams
     if arch in INTERVALS:
         marks = layout.metadata.get(f"{arch}.attention.recurrent_layers")
         if marks is not None:
@@ -125,9 +126,11 @@ def state_bytes(layout: ExpertLayout) -> int:
     snapshot of the state has the same size."""
     if layout.arch == DEEPSEEK4:
         return _compressor_bytes(layout)
-    n_embd, n_head = layout.hparams.n_embd, layout.hparams.n_head[0]
+    n_embd = layout.hparams.n_embd
+    n_head = layout.hparams.n_head[0]
     n_conv = number(layout, "ssm.conv_kernel")
-    inner, state = number(layout, "ssm.inner_size"), number(layout, "ssm.state_size")
+    inner = number(layout, "ssm.inner_size")
+    state = number(layout, "ssm.state_size")
     history = max(0, n_conv - 1) * (
         inner + 2 * number(layout, "ssm.group_count") * state
     )
@@ -172,7 +175,8 @@ def _ratios(layout: ExpertLayout) -> tuple[Value, ...]:
 
 
 def _compressor_bytes(layout: ExpertLayout) -> int:
-    ratios, key = _ratios(layout), layout.hparams.key_length
+    ratios = _ratios(layout)
+    key = layout.hparams.key_length
     chosen = 2 * COMPRESSED * 2 * (key + number(layout, "attention.indexer.key_length"))
     wide = WIDE_COMPRESSED * key
     keys_and_scores = 2 * (
@@ -184,7 +188,8 @@ def _compressor_bytes(layout: ExpertLayout) -> int:
 def compressed_kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int) -> int:
     """Returns the size in bytes of one sequence's KV cache in DeepSeek V4: the keys of
     all tokens, and the compressed keys."""
-    hparams, ratios = layout.hparams, _ratios(layout)
+    hparams = layout.hparams
+    ratios = _ratios(layout)
     key = row_bytes(type_k, hparams.key_length * max(hparams.n_head_kv))
     indexed = row_bytes(type_k, number(layout, "attention.indexer.key_length"))
     # Draft heads have a second context.

@@ -86,7 +86,8 @@ def open_store(
         min(part.n_slots, plan.pass_slots(layout, part.name is not None))
         for part in parts
     ]
-    n_slots, n_ram = [part.n_slots for part in parts], plan.n_ram_slots
+    n_slots = [part.n_slots for part in parts]
+    n_ram = plan.n_ram_slots
     while True:
         slots = [
             DeviceSlots(
@@ -403,7 +404,8 @@ class Session:
     def stats(self, eval_s: float) -> Stats:
         """Returns the counters and sizes of the store. eval_s: evaluation time in
         seconds, measured by the caller."""
-        counters, info = self.store.counters(), self.store.info()
+        counters = self.store.counters()
+        info = self.store.info()
         seconds: dict[str, Any] = {
             f"{name}_s": counters[f"{name}_ns"] / 1e9
             for name in ("stall", "hook", "read", "upload")
@@ -420,7 +422,8 @@ class Session:
                 key: figures[key]
                 for key in figures.keys() & TierStats.__dataclass_fields__.keys()
             }
-            n_slots, stall_s = figures["n_slots_usable"], figures["stall_ns"] / 1e9
+            n_slots = figures["n_slots_usable"]
+            stall_s = figures["stall_ns"] / 1e9
             fixed = {
                 "n_slots": n_slots,
                 "pool_bytes": n_slots * figures["slot_bytes"],

@@ -57,7 +57,8 @@ def devices_of(
 
     Raises OptionError or BudgetError.
     """
-    n_devices, layout = len(tensor_split), layout_of(shape)
+    n_devices = len(tensor_split)
+    layout = layout_of(shape)
     for option, given in (
         ("--vram-cache", shares),
         ("--device-link", links or (None,)),

@@ -116,7 +116,9 @@ def make_plan(
         return _plan_cpu(task)
     plans, refused = _plan_each(task)
     kinds = _allowed(task, plans, refused)
-    found, reasons, placement = plans[kinds[0]], list[str](), None
+    found = plans[kinds[0]]
+    reasons = list[str]()
+    placement = None
     if task.is_divided and spec.placement == "auto" and kinds[0] != "cpu":
         reasons.append(
             "placement 'auto' is slots if several devices share the layers; no other placement was compared"
@@ -153,10 +155,8 @@ def _mapped(task: Task, plan: Plan) -> Plan:
     offers no range of addresses for its memory and RAM together. Raises BudgetError if
     RAM does not hold every expert.
     """
-    names, n_experts = (
-        ", ".join(device.name for device in task.machine.devices),
-        plan.n_experts,
-    )
+    names = ", ".join(device.name for device in task.machine.devices)
+    n_experts = plan.n_experts
     if task.is_divided or not maps(names):
         raise OptionError(
             "placement 'slots-mapped' needs one GPU that computes every layer, and a backend that puts its memory and"
@@ -228,7 +228,8 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
     """Returns the plan of each kind that fits, and the errors of the kinds that do not
     fit. Leaves out kinds that are impossible or that could not be better than the
     others."""
-    plans, refused = dict[Kind, Plan](), dict[Kind, BudgetError]()
+    plans = dict[Kind, Plan]()
+    refused = dict[Kind, BudgetError]()
     for kind, plan in _WAYS.items():
         # Whole layers need one undivided device. They have no advantage if the device
         # has a slot for every expert.
@@ -309,14 +310,13 @@ def predict(
 ) -> Placement:
     """Returns the placement of a plan of this kind, with the tokens per second that the
     cost model predicts while the context is half full."""
-    model, rest = (
-        ModelBytes.of(layout, plan.needs.kv_bytes // 2),
-        plan.slots_layout(layout),
-    )
+    model = ModelBytes.of(layout, plan.needs.kv_bytes // 2)
+    rest = plan.slots_layout(layout)
     share = rest.expert_bytes / layout.expert_bytes
     held = plan.n_slots / rest.n_expert_total
     in_ram = min(1.0, held + plan.n_ram_slots / rest.n_expert_total)
-    hit_rate, read = hits.at(held), 1 - hits.at(in_ram)
+    hit_rate = hits.at(held)
+    read = 1 - hits.at(in_ram)
     prompt = partial(
         cost.prompt_tokens_per_s,
         layout,
@@ -416,7 +416,8 @@ class Pool:
             )
             return 0, self.sizes.usual_ubatch
         fit = self._auto_fit() if self.cache.mode == "auto" else self._given_fit()
-        n_slots, n_total = fit[0], layout.n_expert_total
+        n_slots = fit[0]
+        n_total = layout.n_expert_total
         self.reasons.append(
             "every expert has its own slot, so nothing is read after its first use"
             if n_slots == n_total
@@ -428,13 +429,12 @@ class Pool:
         """Returns the number of slots and the tokens of a pass for the memory that
         remains after everything else and the margin. Raises BudgetError if the memory
         is too small."""
-        layout, sizes, memory, size = (
-            self.layout,
-            self.sizes,
-            self.memory,
-            self.slot_bytes,
-        )
-        most, found = layout.n_expert_total, list[Fit]()
+        layout = self.layout
+        sizes = self.sizes
+        memory = self.memory
+        size = self.slot_bytes
+        most = layout.n_expert_total
+        found = list[Fit]()
         if self.cache.n_bytes:
             most = min(most, self.cache.n_bytes // size - self._staging_slots())
         for n_ubatch in self._ubatches(sizes.most_ubatch(layout)):
@@ -448,10 +448,8 @@ class Pool:
             if n_slots >= layout.n_expert_used and n_ubatch <= self._allowed(n_slots):
                 found.append((n_slots, n_ubatch))
         if not found:
-            least, others = (
-                format_bytes_up(layout.n_expert_used * size),
-                sizes.needs(layout, sizes.one_pass_tokens),
-            )
+            least = format_bytes_up(layout.n_expert_used * size)
+            others = sizes.needs(layout, sizes.one_pass_tokens)
             raise BudgetError(
                 f"{format_bytes(memory.available_bytes)} are free here (limited by {memory.limited_by}), but this model"
                 f" needs {format_bytes(others.total_bytes(0))} for weights that every token uses, a"
@@ -476,13 +474,12 @@ class Pool:
         """Returns the number of slots in a given budget, and the best number of tokens
         in a pass. If possible, the buffers of the pass fit into the free memory in
         addition to the slots."""
-        layout, sizes, size, budget = (
-            self.layout,
-            self.sizes,
-            self.slot_bytes,
-            self.cache.as_given,
-        )
-        n_total, n_staged = layout.n_expert_total, self._staging_slots()
+        layout = self.layout
+        sizes = self.sizes
+        size = self.slot_bytes
+        budget = self.cache.as_given
+        n_total = layout.n_expert_total
+        n_staged = self._staging_slots()
         n_held = budget_slots(self.cache, layout, size) - n_staged
         n_slots = min(n_total, n_held)
         beside = (
@@ -493,7 +490,8 @@ class Pool:
         )
         if n_slots < layout.n_expert_used:
             raise too_few(budget, n_slots, layout.n_expert_used, size)
-        allowed, one_pass = self._allowed(n_slots), sizes.one_pass_tokens
+        allowed = self._allowed(n_slots)
+        one_pass = sizes.one_pass_tokens
         if allowed < one_pass:
             least = layer_slots(layout, one_pass) * size
             if self.slot_tokens < one_pass:
@@ -519,7 +517,9 @@ class Pool:
         margin of the memory free. If no number fits, the first one is the only
         candidate.
         """
-        sizes, layout, memory = self.sizes, self.layout, self.memory
+        sizes = self.sizes
+        layout = self.layout
+        memory = self.memory
         ubatches = self._ubatches(most)
         if sizes.n_ubatch:
             return [(n_slots, ubatches[0])]
@@ -554,7 +554,8 @@ class Pool:
         Larger and smaller ones are the powers of two, every number up to
         SMALL_UBATCH_TOKENS, and the limits: `most`, and the tokens of an image.
         """
-        least, usual = self.sizes.one_pass_tokens, min(self.sizes.usual_ubatch, most)
+        least = self.sizes.one_pass_tokens
+        usual = min(self.sizes.usual_ubatch, most)
         powers = (1 << bit for bit in range(most.bit_length()))
         numbers = sorted(
             {most, usual, least, *range(1, SMALL_UBATCH_TOKENS + 1), *powers}
@@ -571,7 +572,9 @@ class Pool:
         why: the reason to report if a pass has fewer tokens than usual, and neither the
         device nor the number of slots is the cause.
         """
-        (n_slots, n_ubatch), wanted, layout = fit, self.sizes.usual_ubatch, self.layout
+        n_slots, n_ubatch = fit
+        wanted = self.sizes.usual_ubatch
+        layout = self.layout
         if n_ubatch == wanted:
             self.pass_reason = (pass_reason(n_ubatch, self._why_usual(n_slots, found)),)
             return
@@ -641,7 +644,8 @@ def _every_layer(layout: ExpertLayout) -> tuple[int, ...]:
 
 def _plan_cpu(task: Task) -> Plan:
     """Returns the plan in which everything runs on the CPU."""
-    layout, memory = task.layout, task.machine.memory
+    layout = task.layout
+    memory = task.machine.memory
     streams = task.cpu_streams and slot_sizes(layout).streams
     pool = Pool(layout, task.spec.budgets.ram, memory, task.sizes, streams)
     n_slots, n_ubatch = pool.fit()
@@ -757,7 +761,8 @@ def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
     """Returns the sizes for a device that runs every layer, and the bytes for experts
     on the device. A given budget is returned even if it does not fit. For "auto" the
     bytes are negative if the device cannot even hold everything else."""
-    budget, layout = task.spec.budgets.vram[0], task.layout
+    budget = task.spec.budgets.vram[0]
+    layout = task.layout
     sizes = choose_context(layout, task.device_sizes, device.free_bytes, budget)
     if budget.mode == "auto":
         free = (
@@ -794,12 +799,10 @@ def plan_layers(task: Task) -> Plan:
     Raises BudgetError if the device has too little memory, or if RAM holds too few
     experts for a token or an image.
     """
-    (device,), ram, layout, cache = (
-        task.machine.devices,
-        task.machine.memory,
-        task.layout,
-        task.spec.budgets.ram,
-    )
+    (device,) = task.machine.devices
+    ram = task.machine.memory
+    layout = task.layout
+    cache = task.spec.budgets.ram
     sizes, room_bytes = _expert_room(task, device)
     whole = _last_layers(layout, room_bytes)
     rest = layout.only(layer.il for layer in layout.layers if layer.il not in whole)
@@ -1035,15 +1038,15 @@ class _SlotsPlanner:
     def __init__(
         self, task: Task, n_staging: int, classes: tuple[tuple[int, ...], ...] = ()
     ) -> None:
-        self._task, self._n_staging = task, n_staging
-        self._layout, self._devices, self._vram = (
-            task.layout,
-            task.machine.devices,
-            task.spec.budgets.vram,
-        )
+        self._task = task
+        self._n_staging = n_staging
+        self._layout = task.layout
+        self._devices = task.machine.devices
+        self._vram = task.spec.budgets.vram
         self._n_layer = count_layers(task.layout)
         self._names = ", ".join(device.name for device in self._devices)
-        n_devices, n_gpu_layers = len(self._devices), task.n_gpu_layers
+        n_devices = len(self._devices)
+        n_gpu_layers = task.n_gpu_layers
         self._is_alone = (
             n_devices == len(self._vram) == 1 and not 0 <= n_gpu_layers <= self._n_layer
         )
@@ -1096,7 +1099,8 @@ class _SlotsPlanner:
     def _check_numbers(self) -> None:
         """Raises BudgetError or OptionError if the number of budgets or proportions
         does not fit the number of devices."""
-        n_devices, n_vram = len(self._devices), len(self._vram)
+        n_devices = len(self._devices)
+        n_vram = len(self._vram)
         if n_vram not in (1, n_devices):
             raise BudgetError(
                 f"vram_cache has {n_vram} budgets for {n_devices} devices ({self._names}); give one for all of them"
@@ -1125,7 +1129,9 @@ class _SlotsPlanner:
         """Returns the size in bytes of each layer. This is its own weights except
         experts, its part of the KV cache, and an equal share of the weights that belong
         to no layer. The output is not included."""
-        layout, needs, n_layer = self._layout, self._needs, self._n_layer
+        layout = self._layout
+        needs = self._needs
+        n_layer = self._n_layer
         own = [layout.layer_dense_bytes.get(il, 0) for il in range(n_layer)]
         heads = [*layout.hparams.n_head_kv[:n_layer], *([0] * n_layer)][:n_layer]
         heads = heads if any(heads) else [1] * n_layer
@@ -1137,13 +1143,16 @@ class _SlotsPlanner:
 
     def plan(self) -> Plan:
         """Makes the plan."""
-        layout, size, memory = self._layout, self._size, self._task.machine.memory
+        layout = self._layout
+        size = self._size
+        memory = self._task.machine.memory
         tensor_split, on = (
             (None, [0] * self._n_layer) if self._is_alone else self._device_of_layers()
         )
         order = (*range(len(self._devices)), ON_CPU)
         layers = [tuple(il for il, d in enumerate(on) if d == index) for index in order]
-        counts, on_cpu = [self._experts_of(of) for of in layers], layers[-1]
+        counts = [self._experts_of(of) for of in layers]
+        on_cpu = layers[-1]
         slots = [self._n_slots] if self._is_alone else self._slots(layers[:-1])
         below = sum(n for n, n_slots in zip(counts, slots, strict=False) if n_slots < n)
         n_cpu, n_ram = self._ram_slots(on_cpu, counts[-1], below)
@@ -1198,7 +1207,8 @@ class _SlotsPlanner:
         the user has set tensor_split, the split is in proportion to the memory that
         devices have for layers. Raises OptionError if no layer with experts is on a
         device."""
-        n_gpu_layers, rooms = self._task.n_gpu_layers, list[int]()
+        n_gpu_layers = self._task.n_gpu_layers
+        rooms = list[int]()
         beside = self._needs.compute_bytes + self._staging_bytes
         for d, device in enumerate(self._devices):
             free = max(1, device.free_bytes - device.margin - beside)
@@ -1247,11 +1257,9 @@ class _SlotsPlanner:
         """Returns each device's number of slots. `layers` lists the layers of each
         device. If all devices share one budget, slots that do not fit on a device go to
         the others."""
-        size, least, most = (
-            self._size,
-            self._layout.n_expert_used,
-            [self._experts_of(of) for of in layers],
-        )
+        size = self._size
+        least = self._layout.n_expert_used
+        most = [self._experts_of(of) for of in layers]
         left = [
             d.free_bytes - self._bytes_without_slots(of)
             for d, of in zip(self._devices, layers, strict=True)
@@ -1279,7 +1287,8 @@ class _SlotsPlanner:
         A memory with a slot for each expert of its layers yields nothing, because it
         sets no limit. Raises BudgetError for fewer slots than a token needs.
         """
-        least, budgets = self._layout.n_expert_used, self._task.spec.budgets
+        least = self._layout.n_expert_used
+        budgets = self._task.spec.budgets
         names = [*(device.name for device in self._devices), None]
         for name, n_slots, n_experts in zip(names, slots, counts, strict=True):
             if not n_experts:
@@ -1316,7 +1325,8 @@ class _SlotsPlanner:
         """
         if n_on_cpu + n_below == 0:
             return 0, 0
-        memory, cache = self._task.machine.memory, self._task.spec.budgets.ram
+        memory = self._task.machine.memory
+        cache = self._task.spec.budgets.ram
         taken = self._bytes_of(cpu_layers) + (
             self._needs.compute_bytes if n_on_cpu else 0
         )
@@ -1325,10 +1335,8 @@ class _SlotsPlanner:
             ram_slots(self._layout, cache, left, self._ram_size, self._n_ubatch),
             n_on_cpu + n_below,
         )
-        least_cpu, least_below = (
-            min(n_on_cpu, self._layout.n_expert_used),
-            min(1, n_below),
-        )
+        least_cpu = min(n_on_cpu, self._layout.n_expert_used)
+        least_below = min(1, n_below)
         if total < least_cpu + least_below:
             least = format_bytes_up((least_cpu + least_below) * self._ram_size)
             raise BudgetError(
@@ -1352,7 +1360,8 @@ class _SlotsPlanner:
         elif not ram.n_slots:
             yield "every expert has a slot on a device: none is kept in RAM"
         if self._classes:
-            n_large, more = len(self._classes[-1]), self._ram_size / self._size - 1
+            n_large = len(self._classes[-1])
+            more = self._ram_size / self._size - 1
             yield (
                 f"{n_large} layers with larger experts have larger slots of their own, which leaves memory for"
                 f" {more:.0%} more slots"

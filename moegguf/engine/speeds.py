@@ -83,7 +83,9 @@ class KnownSpeeds:
     def __init__(
         self, layout: ExpertLayout, n_threads: int, repack: bool = True
     ) -> None:
-        self._layout, self._n_threads, self._repack = layout, n_threads, repack
+        self._layout = layout
+        self._n_threads = n_threads
+        self._repack = repack
 
     def speeds(self, device: Device) -> Speeds:
         """Returns the speeds that were measured before, or measures them now. Returns
@@ -230,11 +232,9 @@ def measure_speeds(
     for these experts.
     """
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
-    of_layer, dense, seconds = (
-        layout.only([layer.il]),
-        dense_types(layout),
-        SECONDS / TURNS,
-    )
+    of_layer = layout.only([layer.il])
+    dense = dense_types(layout)
+    seconds = SECONDS / TURNS
     ram_bytes = cpu_pool_bytes(read_memory().usable_bytes)
     size = slot_sizes(of_layer).slot_bytes
     n_slots, n_ram_slots = (
@@ -245,11 +245,10 @@ def measure_speeds(
     for matrix in matrices:
         matrix.n_expert = max(n_slots, n_ram_slots)
     paths = [os.fsencode(shard.path) for shard in layout.shards]
-    how, token_bytes = (
-        (device, n_threads, repack),
-        layer.n_expert_used * layer.expert_bytes,
-    )
-    turns, dense_turns = list[Any](), dict[int, list[Any]]()
+    how = (device, n_threads, repack)
+    token_bytes = layer.n_expert_used * layer.expert_bytes
+    turns = list[Any]()
+    dense_turns = dict[int, list[Any]]()
     for _ in range(TURNS):
         slots = n_slots, n_ram_slots
         turns.append(
@@ -259,10 +258,8 @@ def measure_speeds(
         )
         for number in dense:
             _, block, block_bytes = GGML_TYPES[number]
-            n_blocks, is_whole = (
-                layout.hparams.n_embd // block,
-                layout.hparams.n_embd % block == 0,
-            )
+            n_blocks = layout.hparams.n_embd // block
+            is_whole = layout.hparams.n_embd % block == 0
             # A row of n_embd values is a whole number of blocks of this type.
             if is_whole:
                 n_rows = max(64, DENSE_BYTES // (n_blocks * block_bytes))
@@ -294,7 +291,8 @@ def measure_speeds(
         cpu_ns += dense[number] / of_type.cpu_bytes_per_ns
         device_ns += dense[number] / of_type.device_bytes_per_ns
     # Bytes/ns become bytes/s.
-    n_dense, share = sum(dense[number] for number in dense_turns), GRAPH_SHARE * 1e9
+    n_dense = sum(dense[number] for number in dense_turns)
+    share = GRAPH_SHARE * 1e9
     return Speeds(
         device_bytes_per_s=share * speeds.device_bytes_per_ns,
         copies=Link(speeds.copy_bytes_per_ns * 1e9, speeds.copy_ns / 1e9),

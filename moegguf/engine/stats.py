@@ -305,7 +305,8 @@ def _combined(
         name: operator(*pair) for name, pair in pairs.items() if name not in fixed
     }
     for name in PARTS if isinstance(now, Stats) else ():
-        parts, known = pairs[name][0], {part.key: part for part in pairs[name][1]}
+        parts = pairs[name][0]
+        known = {part.key: part for part in pairs[name][1]}
         changed[name] = tuple(
             part
             if (like := known.get(part.key)) is None

@@ -307,10 +307,8 @@ def _metadata(model: Any) -> dict[str, str]:
         read(model, i, buffer, len(buffer))
         return buffer.value.decode(errors="replace")
 
-    key, value = (
-        _bindings.llama_model_meta_key_by_index,
-        _bindings.llama_model_meta_val_str_by_index,
-    )
+    key = _bindings.llama_model_meta_key_by_index
+    value = _bindings.llama_model_meta_val_str_by_index
     return {
         text(key, i): text(value, i)
         for i in range(_bindings.llama_model_meta_count(model))
@@ -319,10 +317,8 @@ def _metadata(model: Any) -> dict[str, str]:
 
 def _bias(logit_bias: Mapping[Any, float]) -> Any:
     """Returns a logits processor that adds these biases to the scores of tokens."""
-    tokens, added = (
-        [int(token) for token in logit_bias],
-        np.array([*logit_bias.values()], np.float32),
-    )
+    tokens = [int(token) for token in logit_bias]
+    added = np.array([*logit_bias.values()], np.float32)
 
     def add(_ids: npt.NDArray[np.intc], scores: Floats) -> Floats:
         scores = np.copy(scores)

@@ -21,7 +21,8 @@ class Vocabulary:
     def __init__(self, llm: UpstreamLlama) -> None:
         self._bindings = library.llama_cpp()
         # `llm` is not kept, because it refers to this object.
-        self._model, self._tokenizer = llm._model, llm.tokenizer_
+        self._model = llm._model
+        self._tokenizer = llm.tokenizer_
         self._vocab = llm._model.vocab
         self.n_tokens = int(llm.n_vocab())
         self._end_tokens: list[int] | None = None

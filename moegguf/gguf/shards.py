@@ -78,7 +78,8 @@ def mirror_paths(
     the other copies are in the same folder, numbered in the same way. If it has any
     other name, the other copies in its folder have the shards' own names.
     """
-    first, names = Path(mirror), [shard.path.name for shard in shards]
+    first = Path(mirror)
+    names = [shard.path.name for shard in shards]
     if first.is_dir():
         return tuple(first / name for name in names)
     prefix, number, count = parse_shard_name(first.stem)
