@@ -13,12 +13,7 @@ therefore needs memory for twice as many states.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from moegguf.engine.memory_parts import CELLS, RECURRENT, MemoryParts
-
-if TYPE_CHECKING:
-    from moegguf.engine.upstream import UpstreamLlama
 
 
 class Checkpoints:
@@ -32,14 +27,6 @@ class Checkpoints:
         self._n_seq_max = n_seq_max
         # {sequence: number of tokens before its checkpoint}.
         self._ends: dict[int, int] = {}
-
-    @classmethod
-    def of(cls, llm: UpstreamLlama, n_seq_max: int) -> Checkpoints | None:
-        """Returns the checkpoints of the model's context. Returns None if its memory
-        has other parts than cells and recurrent states, such as the cells of a sliding
-        window, because these parts cannot return to a checkpoint."""
-        parts = MemoryParts(llm)
-        return cls(parts, n_seq_max) if parts.all == CELLS | RECURRENT else None
 
     def save(self, sequence: int) -> None:
         """Makes the current state of a sequence its checkpoint. The sequence must have

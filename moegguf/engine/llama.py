@@ -389,7 +389,7 @@ class Llama(UpstreamLlama):
             3
         """
         super().load_state(state)
-        self.context.note_state(0)
+        self.context.rollback.forget(0)
 
     def sample(self, *arguments: Any, **options: Any) -> int:
         """Returns the next token, as in llama-cpp-python.

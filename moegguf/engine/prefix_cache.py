@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from moegguf.engine.kv_block_store import About, Buffer, KVBlocks, KvBlockStore
 from moegguf.engine.machine import read_memory
-from moegguf.engine.memory_parts import CELLS, RECURRENT, WHOLE, WINDOW, MemoryParts
+from moegguf.engine.memory_parts import CELLS, RECURRENT, WHOLE, WINDOW
 from moegguf.engine.projector import PLACEHOLDER, ImageSpan
 from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.sequences import MAX_SEQUENCES, Tokens, is_batch_invariant
@@ -191,7 +191,7 @@ class PrefixCache:
             self._model = str(
                 load_plan.layout.metadata.get("general.name", self._model)
             )
-        self._memory = MemoryParts(llm)
+        self._memory = context.memory
         self._n_swa = library.llama_cpp().llama_model_n_swa(llm.model)
         self._choose_parts(self._memory.all if _n_streams(llm) == 1 else WHOLE)
         self._state_cost = StateCost(store.limit_bytes)
@@ -379,8 +379,11 @@ class PrefixCache:
         self._context.images.truncate(n_tokens)
 
     def _pause_fill(self, on: bool) -> None:
-        if on != self._fill_held:
-            self._context.pause_fill(on)
+        """Pauses (True) or resumes (False) the filling of free slots in the
+        background."""
+        session = self._context.session
+        if session is not None and on != self._fill_held:
+            session.store.pause_fill(on)
             self._fill_held = on
 
     def store(
@@ -560,7 +563,7 @@ class PrefixCache:
         if kind != RECURRENT or _is_recurrent_after(state, place):
             data = np.frombuffer(state, np.uint8)
             done = self._memory.set_state(kind, sequence, data.ctypes.data, len(state))
-            self._context.note_state(sequence)
+            self._context.rollback.forget(sequence)
             if done and self._memory.end(kind, sequence) == place.positions[-1]:
                 self._pool.submit(self._store.touch, [name])
                 return True

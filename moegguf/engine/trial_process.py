@@ -97,7 +97,7 @@ def read_an_image(llm: Llama) -> None:
         if span.end >= llm.n_ctx():
             return
         llm.eval(prompt.tokens[at : span.begin])
-        llm.context.eval_image(prompt, span, llm.context.begin_request())
+        llm.context.eval_image(prompt, span, llm.context.requests.begin())
         at = span.end
     llm.eval(prompt.tokens[at:])
 

@@ -100,7 +100,7 @@ class KvSequences:
             places whose shared prefix cannot be copied to another place come first,
             then the least recently used."""
             n_shared = shared[kv.seq_id]
-            is_copied = not n_shared or self._llm.context.can_copy(kv.seq_id)
+            is_copied = not n_shared or self._llm.context.rollback.can_copy(kv.seq_id)
             return len(kv.tokens) - n_shared, is_copied, kv.n_used
 
         kv = min(free, key=loss)
