@@ -94,7 +94,7 @@ class Loader:
             ]
             self.session = self._open(
                 lambda: Session(
-                    plan.slots_layout(load_plan.layout), plan, store, mirrors
+                    load_plan.layout.without(plan.whole_layers), plan, store, mirrors
                 )
             )
             if is_logged():

@@ -228,13 +228,6 @@ class Plan:
             * self.device_slot_bytes
         )
 
-    def slots_layout(self, layout: ExpertLayout) -> ExpertLayout:
-        """Returns `layout` with only the experts outside `whole_layers` as experts. The
-        experts in `whole_layers` are treated as dense weights."""
-        return layout.only(
-            layer.il for layer in layout.layers if layer.il not in self.whole_layers
-        )
-
     def pass_slots(self, layout: ExpertLayout, on_device: bool) -> int:
         """Returns how many slots a pass may need at once in a pool for the layers of
         `layout`, on a device or in RAM."""
@@ -330,13 +323,7 @@ def divide_slots(
 ) -> list[int]:
     """Divides `n_slots` slots among groups of layers, in proportion to the experts of
     these layers."""
-    n_experts = {layer.il: layer.n_expert for layer in layout.layers}
-    before = [
-        0,
-        *itertools.accumulate(
-            sum(n_experts.get(il, 0) for il in layers) for layers in groups
-        ),
-    ]
+    before = [0, *itertools.accumulate(map(layout.experts_in, groups))]
     ends = [n_slots * n // max(1, before[-1]) for n in before]
     return [last - first for first, last in itertools.pairwise(ends)]
 

@@ -199,11 +199,12 @@ class Task:
         each kind of matrix."""
         return self.spec.placement == "slots-mapped"
 
-    @property
-    def cpu_streams(self) -> bool:
-        """True if the store may stream experts through the CPU's slots."""
+    def cpu_streams(self, layout: ExpertLayout) -> bool:
+        """Returns True if the store may stream the experts of this layout through the
+        CPU's slots."""
         store = self.spec.store
-        return store.overlap if self.machine.devices else store.can_stream
+        may_stream = store.overlap if self.machine.devices else store.can_stream
+        return may_stream and slot_sizes(layout).streams
 
     @property
     def device_sizes(self) -> Sizes:
@@ -311,7 +312,7 @@ def predict(
     """Returns the placement of a plan of this kind, with the tokens per second that the
     cost model predicts while the context is half full."""
     model = ModelBytes.of(layout, plan.needs.kv_bytes // 2)
-    rest = plan.slots_layout(layout)
+    rest = layout.without(plan.whole_layers)
     share = rest.expert_bytes / layout.expert_bytes
     held = plan.n_slots / rest.n_expert_total
     in_ram = min(1.0, held + plan.n_ram_slots / rest.n_expert_total)
@@ -400,35 +401,41 @@ class Pool:
         self.slot_bytes = self.slot_bytes or slot_bytes(self.layout)
         self.reasons = list(self.sizes.reasons)
         # A sentence about the tokens of a pass, which `fit` sets.
-        self.pass_reason: tuple[str, ...] = ()
+        self.pass_reason = ""
 
     def fit(self) -> Fit:
-        """Returns the number of slots, and the tokens of a pass.
+        """Returns the number of slots, and the best number of tokens in a pass. Returns
+        no slots for a model without experts.
 
         Raises BudgetError, with the minimum, if the budget (or, for "auto", the free
         memory) is too small. The budget must hold the experts that one token uses in
         one layer, and the experts of an image that must be read in one pass.
         """
         layout = self.layout
+        sizes = self.sizes
         if not layout.is_moe:
+            return 0, sizes.usual_ubatch
+        is_auto = self.cache.mode == "auto"
+        found = self._auto_fits() if is_auto else self._given_fits()
+        fit = found[0]
+        if fit[1] != sizes.n_ubatch:
+            fit = best_fit(layout, found, sizes.n_ctx or PROMPT_TOKENS)
+        n_slots, n_ubatch = fit
+        if is_auto:
+            needs = sizes.needs(layout, n_ubatch)
+            beside = needs.total_bytes(n_slots) + self.staging_bytes
             self.reasons.append(
-                "the model has no experts, so it runs as plain llama.cpp"
+                f"{format_bytes(self.memory.available_bytes)} are free ({self.memory.limited_by});"
+                f" {format_bytes(beside)} go to weights that every token uses, the context and buffers,"
+                f" {format_bytes(self.memory.margin)} are kept as a margin"
             )
-            return 0, self.sizes.usual_ubatch
-        fit = self._auto_fit() if self.cache.mode == "auto" else self._given_fit()
-        n_slots = fit[0]
-        n_total = layout.n_expert_total
-        self.reasons.append(
-            "every expert has its own slot, so nothing is read after its first use"
-            if n_slots == n_total
-            else f"{n_slots} of {n_total} experts fit at a time ({n_slots / n_total:.0%}); others are read when needed"
-        )
+        self.pass_reason = self._explain(n_slots, n_ubatch, found)
         return fit
 
-    def _auto_fit(self) -> Fit:
-        """Returns the number of slots and the tokens of a pass for the memory that
-        remains after everything else and the margin. Raises BudgetError if the memory
-        is too small."""
+    def _auto_fits(self) -> list[Fit]:
+        """Returns the candidates to choose from, for the memory that remains after
+        everything else and the margin. Raises BudgetError if the memory is too
+        small."""
         layout = self.layout
         sizes = self.sizes
         memory = self.memory
@@ -456,37 +463,32 @@ class Pool:
                 f" context of {sizes.n_ctx} tokens and buffers, a margin of {format_bytes(memory.margin)}, and at least"
                 f" {least} for experts; free memory, lower n_ctx (--ctx), or give {self.cache.option} a size."
             )
-        fit = found[0] if found[0][1] == sizes.n_ubatch else self._best(found)
-        beside = sizes.needs(layout, fit[1]).total_bytes(fit[0]) + self.staging_bytes
-        self.reasons.append(
-            f"{format_bytes(memory.available_bytes)} are free ({memory.limited_by}); {format_bytes(beside)} go to"
-            f" weights that every token uses, the context and buffers, {format_bytes(memory.margin)} are kept as a"
-            " margin"
-        )
-        self._explain(
-            fit,
-            found,
-            "this leaves more memory for experts, which saves more reading than the short passes cost",
-        )
-        return fit
+        return found
 
-    def _given_fit(self) -> Fit:
-        """Returns the number of slots in a given budget, and the best number of tokens
-        in a pass. If possible, the buffers of the pass fit into the free memory in
-        addition to the slots."""
+    def _given_fits(self) -> list[Fit]:
+        """Returns the candidates to choose from for a given budget: pairs of its number
+        of slots and a number of tokens in a pass. Raises BudgetError if the budget is
+        too small.
+
+        If the user has set the number of tokens, it is the only candidate, even if the
+        memory is too small for it. A pass that is longer than usual must leave the
+        margin of the memory free. If no number fits, the usual one is the only
+        candidate.
+        """
         layout = self.layout
         sizes = self.sizes
+        memory = self.memory
         size = self.slot_bytes
         budget = self.cache.as_given
         n_total = layout.n_expert_total
         n_staged = self._staging_slots()
         n_held = budget_slots(self.cache, layout, size) - n_staged
         n_slots = min(n_total, n_held)
-        beside = (
+        staging = (
             f", plus {format_bytes(self.staging_bytes)} for staging" if n_staged else ""
         )
         self.reasons.append(
-            f"{self.cache} of {n_total} experts is {n_held} slots of {format_bytes(size)}{beside}"
+            f"{self.cache} of {n_total} experts is {n_held} slots of {format_bytes(size)}{staging}"
         )
         if n_slots < layout.n_expert_used:
             raise too_few(budget, n_slots, layout.n_expert_used, size)
@@ -500,34 +502,14 @@ class Pool:
                 f"this model reads an image in one pass of {one_pass} tokens, but {budget} allows passes of {allowed};"
                 f" give at least {format_bytes_up(least)!r}, or load it without its projector."
             )
-        found = self._given_fits(n_slots, min(allowed, sizes.most_ubatch(layout)))
-        fit = self._best(found)
-        self._explain(fit, found, "more would not fit into the free memory")
-        return fit
-
-    def _best(self, found: Sequence[Fit]) -> Fit:
-        return best_fit(self.layout, found, self.sizes.n_ctx or PROMPT_TOKENS)
-
-    def _given_fits(self, n_slots: int, most: int) -> list[Fit]:
-        """Returns the candidates to choose from: pairs of `n_slots` and a number of
-        tokens in a pass, which is at most `most`.
-
-        If the user has set the number of tokens, it is the only candidate, even if the
-        memory is too small for it. A pass that is longer than usual must leave the
-        margin of the memory free. If no number fits, the first one is the only
-        candidate.
-        """
-        sizes = self.sizes
-        layout = self.layout
-        memory = self.memory
-        ubatches = self._ubatches(most)
+        ubatches = self._ubatches(min(allowed, sizes.most_ubatch(layout)))
         if sizes.n_ubatch:
             return [(n_slots, ubatches[0])]
-        beside = self.staging_bytes + n_slots * self.slot_bytes
+        beside = self.staging_bytes + n_slots * size
         found = list[Fit]()
         for n_ubatch in ubatches:
             is_longer = n_ubatch > sizes.usual_ubatch
-            if is_longer and n_slots == layout.n_expert_total:
+            if is_longer and n_slots == n_total:
                 continue  # every expert has a slot, so a longer pass would save nothing
             free_bytes = memory.usable_bytes if is_longer else memory.available_bytes
             if (
@@ -564,27 +546,24 @@ class Pool:
         smaller = [n for n in reversed(numbers) if least <= n < usual]
         return [usual, *larger, *smaller]
 
-    def _explain(self, fit: Fit, found: Sequence[Fit], why: str) -> None:
-        """Sets `pass_reason`, the reason for the number of tokens in a pass.
-
-        fit: the chosen fit. found: the fits from which it was chosen.
-
-        why: the reason to report if a pass has fewer tokens than usual, and neither the
-        device nor the number of slots is the cause.
-        """
-        n_slots, n_ubatch = fit
+    def _explain(self, n_slots: int, n_ubatch: int, found: Sequence[Fit]) -> str:
+        """Returns the sentence about the tokens of a pass. found: the fits from which
+        `n_slots` and `n_ubatch` were chosen."""
         wanted = self.sizes.usual_ubatch
         layout = self.layout
         if n_ubatch == wanted:
-            self.pass_reason = (pass_reason(n_ubatch, self._why_usual(n_slots, found)),)
-            return
+            return pass_reason(n_ubatch, self._why_usual(n_slots, found))
         if n_ubatch > wanted:
             why = "a long prompt then reads the experts without a slot less often"
         elif n_ubatch == self.slot_tokens:
             why = "experts in slots give exact results on this device only in passes of at most this size"
         elif layer_slots(layout, wanted, self.streams) > n_slots:
             why = f"{n_slots} slots are fewer than the {layout.n_expert} experts of a layer"
-        self.pass_reason = (pass_reason(n_ubatch, why, wanted),)
+        elif self.cache.mode == "auto":
+            why = "this leaves more memory for experts, which saves more reading than the short passes cost"
+        else:
+            why = "more would not fit into the free memory"
+        return pass_reason(n_ubatch, why, wanted)
 
     def _why_usual(self, n_slots: int, found: Sequence[Fit]) -> str:
         """Returns the reason why a pass has neither more nor fewer tokens than
@@ -646,9 +625,19 @@ def _plan_cpu(task: Task) -> Plan:
     """Returns the plan in which everything runs on the CPU."""
     layout = task.layout
     memory = task.machine.memory
-    streams = task.cpu_streams and slot_sizes(layout).streams
+    streams = task.cpu_streams(layout)
     pool = Pool(layout, task.spec.budgets.ram, memory, task.sizes, streams)
     n_slots, n_ubatch = pool.fit()
+    n_total = layout.n_expert_total
+    reasons = ["the model has no experts, so it runs as plain llama.cpp"]
+    if layout.is_moe:
+        held = "every expert has its own slot, so nothing is read after its first use"
+        if n_slots < n_total:
+            held = (
+                f"{n_slots} of {n_total} experts fit at a time ({n_slots / n_total:.0%});"
+                " others are read when needed"
+            )
+        reasons = [held, pool.pass_reason]
     needs = pool.sizes.needs(layout, n_ubatch)
     total_bytes = needs.total_bytes(n_slots) + n_slots * pool.slot_bytes
     warnings = (
@@ -660,7 +649,7 @@ def _plan_cpu(task: Task) -> Plan:
     )
     return _planned(
         layout, pool.sizes, [ram], n_ubatch, needs=needs.with_slots(n_slots), streams=streams,
-        reasons=(*pool.reasons, *pool.pass_reason), warnings=warnings,
+        reasons=(*pool.reasons, *reasons), warnings=warnings,
     )  # fmt: skip
 
 
@@ -805,12 +794,12 @@ def plan_layers(task: Task) -> Plan:
     cache = task.spec.budgets.ram
     sizes, room_bytes = _expert_room(task, device)
     whole = _last_layers(layout, room_bytes)
-    rest = layout.only(layer.il for layer in layout.layers if layer.il not in whole)
+    rest = layout.without(whole)
     size = slot_bytes(rest)
     n_slots = ram_slots(rest, cache, ram, size, sizes.usual_ubatch)
     if n_slots < rest.n_expert_used:
         raise too_few(cache.as_given, n_slots, rest.n_expert_used, size)
-    streams = task.cpu_streams and slot_sizes(rest).streams
+    streams = task.cpu_streams(rest)
     allowed = allowed_ubatch(rest, n_slots, streams)
     if allowed < sizes.one_pass_tokens:
         raise BudgetError(
@@ -1060,15 +1049,16 @@ class _SlotsPlanner:
             self._layout, n_staging, can_pack=not task.wants_mapped
         )
         self._slot_tokens = min(slot_tokens(device.name) for device in self._devices)
-        total, free = (
-            sum(getattr(d, name) for d in self._devices)
-            for name in ("total_bytes", "free_bytes")
+        memory = Memory(
+            sum(device.total_bytes for device in self._devices),
+            sum(device.free_bytes for device in self._devices),
+            f"the device{'s' * (n_devices > 1)} {self._names}",
+            sum(device.margin for device in self._devices),
         )
-        where = f"the device{'s' * (n_devices > 1)} {self._names}"
         self._pool = Pool(
             self._layout,
             self._joint_budget(),
-            Memory(total, free, where, sum(device.margin for device in self._devices)),
+            memory,
             task.device_sizes,
             n_staging > 0,
             n_devices * self._staging_bytes,
@@ -1085,8 +1075,6 @@ class _SlotsPlanner:
         self._ram_size = max(
             slot_bytes(self._layout), slot_bytes(self._layout, on_device=True)
         )
-        counts = {layer.il: layer.n_expert for layer in self._layout.layers}
-        self._n_experts = [counts.get(il, 0) for il in range(self._n_layer)]
         embedding_bytes = self._layout.n_vocab * row_bytes(
             F16, self._layout.hparams.n_embd
         )
@@ -1151,20 +1139,18 @@ class _SlotsPlanner:
         )
         order = (*range(len(self._devices)), ON_CPU)
         layers = [tuple(il for il, d in enumerate(on) if d == index) for index in order]
-        counts = [self._experts_of(of) for of in layers]
+        counts = [layout.experts_in(of) for of in layers]
         on_cpu = layers[-1]
         slots = [self._n_slots] if self._is_alone else self._slots(layers[:-1])
         below = sum(n for n, n_slots in zip(counts, slots, strict=False) if n_slots < n)
         n_cpu, n_ram = self._ram_slots(on_cpu, counts[-1], below)
         n_ubatch = min([self._n_ubatch, *self._allowed([*slots, n_cpu], counts)])
-        pass_reasons = self._pool.pass_reason
+        why_ubatch = self._pool.pass_reason
         if n_ubatch < self._n_ubatch:
-            pass_reasons = (
-                pass_reason(
-                    n_ubatch,
-                    "the slots hold the experts of at most this number of tokens",
-                    self._n_ubatch,
-                ),
+            why_ubatch = pass_reason(
+                n_ubatch,
+                "the slots hold the experts of at most this number of tokens",
+                self._n_ubatch,
             )
         host = (
             host_bytes(layout, n_ubatch)
@@ -1174,8 +1160,6 @@ class _SlotsPlanner:
         parts = list[MemoryPlan]()
         for device, of, n in zip(self._devices, layers, slots, strict=False):
             n_bytes = self._bytes_without_slots(of) + n * size
-            if self._is_alone:
-                n_bytes = self._needs.total_bytes(0) + n * size + self._staging_bytes
             parts.append(MemoryPlan(device.name, of, n, n_bytes, device.free_bytes))
         ram = MemoryPlan(None, on_cpu, n_cpu, host, memory.available_bytes, n_ram)
         warnings = [
@@ -1186,10 +1170,9 @@ class _SlotsPlanner:
             warnings += short_of(
                 part.total_bytes, device.memory, f" on {device.name}", "VRAM"
             )
-        cpu_streams = self._task.cpu_streams and slot_sizes(layout).streams
         return _planned(
             layout, self._pool.sizes, [*parts, ram], n_ubatch, needs=self._needs,
-            streams=cpu_streams if n_cpu else self._n_staging > 0,
+            streams=self._streams(on_cpu=n_cpu > 0),
             slot_tokens=self._slot_tokens,
             n_staging=self._n_staging,
             size_classes=self._classes,
@@ -1198,7 +1181,7 @@ class _SlotsPlanner:
             staging_bytes=self._staging_bytes * sum(n > 0 for n in slots),
             n_gpu_layers=self._task.n_gpu_layers,
             tensor_split=tensor_split,
-            reasons=(*self._pool.reasons[:-1], *self._reasons([*parts, ram]), *pass_reasons),
+            reasons=(*self._pool.reasons, *self._reasons([*parts, ram]), why_ubatch),
             warnings=tuple(warnings),
         )  # fmt: skip
 
@@ -1215,7 +1198,7 @@ class _SlotsPlanner:
             rooms.append(min(free, self._slots_bytes(d, free)))
         split = tuple(map(float, self._split or rooms))
         on = device_of_layers(self._n_layer, split, n_gpu_layers)
-        if not any(d != ON_CPU and n for d, n in zip(on, self._n_experts, strict=True)):
+        if not self._layout.experts_in([il for il, d in enumerate(on) if d != ON_CPU]):
             raise OptionError(
                 f"vram_cache needs a layer with experts on a device, but n_gpu_layers {n_gpu_layers} puts none there;"
                 " give a larger n_gpu_layers, or leave vram_cache out."
@@ -1240,17 +1223,16 @@ class _SlotsPlanner:
             else n_bytes
         )
 
-    def _experts_of(self, layers: Iterable[int]) -> int:
-        return sum(self._n_experts[il] for il in layers)
-
     def _bytes_of(self, layers: Iterable[int]) -> int:
         return sum(self._layer_bytes[il] for il in layers)
 
     def _bytes_without_slots(self, layers: Sequence[int]) -> int:
         """Returns how many bytes a device with these layers holds in addition to its
         slots."""
+        if self._is_alone:
+            return self._needs.total_bytes(0) + self._staging_bytes
         output = self._output_bytes if self._n_layer - 1 in layers else 0
-        staged = self._staging_bytes if self._experts_of(layers) else 0
+        staged = self._staging_bytes if self._layout.experts_in(layers) else 0
         return self._bytes_of(layers) + output + self._needs.compute_bytes + staged
 
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
@@ -1259,7 +1241,7 @@ class _SlotsPlanner:
         the others."""
         size = self._size
         least = self._layout.n_expert_used
-        most = [self._experts_of(of) for of in layers]
+        most = [self._layout.experts_in(of) for of in layers]
         left = [
             d.free_bytes - self._bytes_without_slots(of)
             for d, of in zip(self._devices, layers, strict=True)
@@ -1309,11 +1291,15 @@ class _SlotsPlanner:
                     n_sharing,
                 )
             if n_slots < n_experts:
-                cpu_streams = (
-                    self._task.cpu_streams and slot_sizes(self._layout).streams
-                )
-                streams = cpu_streams if name is None else self._n_staging > 0
+                streams = self._streams(on_cpu=name is None)
                 yield allowed_ubatch(self._layout, n_slots, streams, slot_tokens(name))
+
+    def _streams(self, *, on_cpu: bool) -> bool:
+        """Returns True if a pass may use more experts of a layer than there are slots,
+        because the CPU streams experts, or because a device stages them."""
+        if on_cpu:
+            return self._task.cpu_streams(self._layout)
+        return self._n_staging > 0
 
     def _ram_slots(
         self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int
@@ -1352,7 +1338,7 @@ class _SlotsPlanner:
                 yield (
                     f"{len(part.layers)} layers ({part.layers[0]} to {part.layers[-1]}) are computed on"
                     f" {part.name or 'the CPU'}, with slots for {part.n_slots} of their"
-                    f" {self._experts_of(part.layers)} experts ({format_bytes(part.n_slots * self._size)})"
+                    f" {self._layout.experts_in(part.layers)} experts ({format_bytes(part.n_slots * self._size)})"
                 )
         ram = parts[-1]
         if ram.n_below:

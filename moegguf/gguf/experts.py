@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -219,6 +219,15 @@ class ExpertLayout:
             dense_bytes=self.dense_bytes + moved.total(),
             layer_dense_bytes=dict(moved + Counter(self.layer_dense_bytes)),
         )
+
+    def without(self, layers: Collection[int]) -> ExpertLayout:
+        """Returns a layout in which the experts of `layers` are treated as dense
+        weights."""
+        return self.only(layer.il for layer in self.layers if layer.il not in layers)
+
+    def experts_in(self, layers: Collection[int]) -> int:
+        """Returns the number of experts in these layers together."""
+        return sum(layer.n_expert for layer in self.layers if layer.il in layers)
 
     def with_heads(self) -> ExpertLayout:
         """Returns a layout in which the multi-token-prediction layers are loaded. The
