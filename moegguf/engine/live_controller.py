@@ -103,26 +103,21 @@ class ControllerOptions:
         )
 
 
+@dataclass(eq=False)
 class LiveController:
     """The controller of one model. `controller` is None if the store decides alone,
     with the policy `native_policy`, and after close().
 
     `policy_below` is the policy of slots in RAM below a device's slots.
-
-    n_sequences: number of sequences that the context holds.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        artifacts: Artifacts,
-        options: ControllerOptions,
-        n_sequences: int,
-    ) -> None:
-        self.session = session
-        self.artifacts = artifacts
-        self.options = options
-        self.n_sequences = n_sequences
+    session: Session
+    artifacts: Artifacts
+    options: ControllerOptions
+    n_sequences: int  # number of sequences that the context holds
+
+    def __post_init__(self) -> None:
+        """Chooses the policy and the predictor, and starts listening if necessary."""
         self.controller: Controller | None = None
         self.native_policy = self.policy_below = LRU.name
         self.choice = ControllerChoice()
