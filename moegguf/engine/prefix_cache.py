@@ -185,7 +185,9 @@ class PrefixCache:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # `llm` holds this object
         self._store = store
         self._recent = recent
-        self._root = _root(llm, load_plan, moves)
+        # A hash of everything that affects computed bits, except tokens and images:
+        # model, build, processor, devices and options.
+        self.name = _root(llm, load_plan, moves)
         self._model = load_plan.layout.shards[0].path.stem  # name for display
         if self._model.startswith("sha256-"):
             self._model = str(
@@ -215,16 +217,12 @@ class PrefixCache:
         if parts == CELLS and narrow:
             parts = WHOLE
         self._has_cells = bool(parts & CELLS)
-        self._has_window = bool(parts & WINDOW) and not narrow
+        # True: cells of a sliding window are kept as blocks. The context reuses such
+        # cells for later tokens, so they must be kept after each pass.
+        self.has_window = bool(parts & WINDOW) and not narrow
         state = parts & (RECURRENT | (WINDOW if narrow else 0))
         # parts that are kept in states; None: no states are kept
         self._state: int | None = state or (None if self._has_cells else WHOLE)
-
-    @property
-    def name(self) -> str:
-        """A hash of everything that affects computed bits, except tokens and images:
-        model, build, processor, devices and options."""
-        return self._root
 
     def restore(
         self,
@@ -350,25 +348,19 @@ class PrefixCache:
         if not self._has_cells:
             return "whole states"
         kept = ["blocks"]
-        if self._has_window:
+        if self.has_window:
             kept.append("windows")
         if self._state is not None:
             kept.append("states")
         return " and ".join(kept)
 
     @property
-    def leaves_window(self) -> bool:
-        """True if cells of a sliding window are kept as blocks. The context reuses such
-        cells for later tokens, so they must be kept after each pass."""
-        return self._has_window
-
-    @property
     def _needs_more_than_cells(self) -> bool:
         """True if a sequence cannot continue from cells of full attention alone."""
-        return self._has_window or self._state is not None
+        return self.has_window or self._state is not None
 
     def _parts(self, owner: str, tokens: Tokens, images: Images) -> _Parts:
-        return _Parts(_hash(self._root, owner), tokens, images)
+        return _Parts(_hash(self.name, owner), tokens, images)
 
     def _note_end(self, n_tokens: int, images: Images) -> None:
         """Sets the number of tokens of sequence 0 and the images within these tokens.
@@ -434,7 +426,7 @@ class PrefixCache:
             kept = [*blocks, rest] if wants_rest and rest else blocks
             if self._has_cells:
                 self._keep_cells(CELLS, sequence, kept)
-            if self._has_window:
+            if self.has_window:
                 self._keep_cells(WINDOW, sequence, kept)
             if rest and state is not None:
                 self._keep_state(sequence, rest, state)
@@ -507,7 +499,7 @@ class PrefixCache:
             and not self._store.holds(rest.name)
         ):
             return False
-        return not self._has_window or all(
+        return not self.has_window or all(
             self._is_kept(_name(WINDOW, part)) for part in self._window(blocks, rest)
         )
 
@@ -545,7 +537,7 @@ class PrefixCache:
             if self._memory.end(CELLS, sequence) < end:
                 return False
             self._memory.remove(CELLS, sequence, end)
-        if self._has_window:
+        if self.has_window:
             blocks = [block for block in parts.blocks if block.end <= place.begin]
             window = self._window(blocks, place)
             self._wait_for([_name(WINDOW, part) for part in window])
@@ -741,17 +733,17 @@ class PrefixCache:
         )
 
 
+@dataclass
 class StateCost:
     """Chooses the distance between kept states, based on the time and disk space that
     keeping them costs."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        # Total seconds of all passes, and seconds of the last one.
-        self._eval_s = self._pass_s = 0.0
-        self._n_pass = 0  # tokens of the last pass
-        self._token_s = 0.0  # seconds to compute one prompt token; 0: not known yet
-        self._byte_s = 0.0  # seconds to keep one byte of a state; 0: not known yet
+    limit_bytes: int
+    _eval_s: float = 0.0  # total seconds of all passes
+    _pass_s: float = 0.0  # seconds of the last pass
+    _n_pass: int = 0  # tokens of the last pass
+    _token_s: float = 0.0  # seconds to compute one prompt token; 0: not known yet
+    _byte_s: float = 0.0  # seconds to keep one byte of a state; 0: not known yet
 
     def note_pass(self, eval_s: float, n_new: int) -> None:
         """Records that a pass evaluated `n_new` tokens of a sequence. eval_s: the
@@ -776,7 +768,7 @@ class StateCost:
         # Tokens computed in that time.
         pays_off = seconds / self._token_s if self._token_s else 0.0
         by_time = max(min(pays_off / STEP_COST, MOST_STEP_TOKENS), pays_off)
-        by_space = n_bytes * n_tokens / (STATES_SHARE * self._limit_bytes)
+        by_space = n_bytes * n_tokens / (STATES_SHARE * self.limit_bytes)
         return max(BLOCK_TOKENS, math.ceil(by_time), math.ceil(by_space))
 
 

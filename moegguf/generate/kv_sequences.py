@@ -244,7 +244,7 @@ class KvSequences:
         for each in step:
             each.n_next = 1
         whole = chosen[0].alone or len(self._all) == 1
-        if self._llm.prefix_cache is not None and self._llm.prefix_cache.leaves_window:
+        if self._llm.prefix_cache is not None and self._llm.prefix_cache.has_window:
             # One pass per step: the cells of its tokens must be saved before later
             # tokens reuse them.
             whole = False
