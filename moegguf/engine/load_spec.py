@@ -150,7 +150,7 @@ class LoadSpec:
         placement = parse_option(
             "placement", options.get("placement", "auto"), "placement"
         )
-        store = options.get("store") or default_store(options.get("strategy", ""))
+        store = options.get("store") or find_strategy(options.get("strategy", "")).store
         is_some = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
         needs_gpu = bool(budget) or given.get("placement") in (
             "layers",
@@ -263,12 +263,6 @@ class LoadSpec:
                 f"main_gpu is {self.main_gpu}, but must be one of: {names}."
             )
         return (devices[self.main_gpu],)
-
-
-def default_store(strategy: str = "") -> StoreOptions:
-    """Returns a strategy's options for the expert store; "": moegguf's own strategy.
-    Raises OptionError for an unknown name."""
-    return find_strategy(strategy).store
 
 
 def parse_mirrors(

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.engine.devices import gpus
+from moegguf.engine.devices import find_device, gpus
 from moegguf.engine.pinning import note_pinning
 from moegguf.engine.plan import MemoryPlan, Plan, divide_slots, layer_slots
 from moegguf.engine.stats import CPU, RAM, VRAM, DriveStats, Stats, TierStats
@@ -300,10 +300,10 @@ class Session:
                 _Override(f"^({tables})$".encode(), self.store.row_buffer_type)
             )
         self._overrides = (_Override * (len(overrides) + 1))(*overrides, _Override())
-        handles = (
-            {device.name: device.handle for device in gpus()} if plan.devices else {}
-        )
-        on_devices = [handles[part.name] for part in plan.devices if part.name]
+        there = gpus() if plan.devices else []
+        on_devices = [
+            find_device(there, part.name).handle for part in plan.devices if part.name
+        ]
         self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)
 
     def attach_model(self, params: c.Structure) -> None:

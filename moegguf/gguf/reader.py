@@ -15,7 +15,7 @@ import os
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Self
 
@@ -468,7 +468,7 @@ def _read_tensors(
             rule = f"its data offset must be {end - data_offset}, right after the data before it, but is {t.offset}"
             cur.fail(rule, start)
         end += -(-t.n_bytes // alignment) * alignment
-        tensors.append(TensorInfo(t.name, t.ggml_type, t.shape, offset, t.n_bytes))
+        tensors.append(replace(t, offset=offset))
     return data_offset, tuple(tensors)
 
 
