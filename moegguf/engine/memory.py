@@ -18,11 +18,11 @@ from moegguf.engine.load_spec import AUTO, F16, LoadSpec
 from moegguf.engine.machine import Memory, margin_bytes
 from moegguf.engine.recurrent import (
     DEEPSEEK4,
+    KV_PAD_TOKENS,
     ROLLBACK_ARCHS,
     attention_layers,
     compressed_kv_bytes,
     is_stateful,
-    number,
     padded,
     row_bytes,
     shares_cells,
@@ -50,7 +50,6 @@ READ_BYTES = 4 * MIB
 # estimated bytes of RAM per token of the vocabulary, for the maps between tokens and
 # text, and for the merges
 VOCAB_TOKEN_BYTES = 320
-KV_PAD_TOKENS = 256
 MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 DEFAULT_UBATCH_TOKENS = 512
 # Maximum tokens in a pass that a plan chooses; options and images may require more.
@@ -127,7 +126,7 @@ def kv_bytes(
     (`compressed_kv_bytes`).
     """
     hp = layout.hparams
-    whole = partial(number, layout)
+    whole = layout.number
     states = n_seq_max * (1 + n_rs_seq) * state_bytes(layout)
     if layout.arch == DEEPSEEK4:
         return states + n_seq_max * compressed_kv_bytes(
@@ -175,13 +174,13 @@ def pass_bytes(
     have logits; None: all of them.
     """
     hp = layout.hparams
-    n_tokens = -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
+    n_tokens = padded(n_ctx)
     k = layout.n_expert_used
     n_ff_exp = max((m.ne1 for m in layout.matrices if m.kind != "down"), default=0)
     n_wide = max(hp.n_embd, max(hp.n_head) * hp.key_length)
     scores = 0 if flash_attn else max(hp.n_head) * n_tokens
-    sparse = 6 * n_tokens if number(layout, "attention.indexer.head_count") else 0
-    masks = 2 if number(layout, "attention.sliding_window") else 1
+    sparse = 6 * n_tokens if layout.number("attention.indexer.head_count") else 0
+    masks = 2 if layout.number("attention.sliding_window") else 1
     # Attention keeps a token's Q, K and V before and after their rotation, and its
     # scores. Experts keep gate and up with and without biases; later they keep the
     # input of down, its output and the weighted output.
@@ -555,7 +554,7 @@ def pad_context(n_ctx: int) -> int:
             f"n_ctx must be a number of tokens from 1 to {MAX_CTX_TOKENS}, or 0 for the model's own context length, but"
             f" is {n_ctx}; give another number."
         )
-    return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
+    return padded(n_ctx)
 
 
 def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:

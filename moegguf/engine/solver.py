@@ -618,7 +618,7 @@ def _planned(
 
 
 def _every_layer(layout: ExpertLayout) -> tuple[int, ...]:
-    return tuple(range(count_layers(layout)))
+    return tuple(range(layout.hparams.n_layer_all))
 
 
 def _plan_cpu(task: Task) -> Plan:
@@ -877,13 +877,6 @@ def device_of_layers(
     ).tolist()
 
 
-def count_layers(layout: ExpertLayout) -> int:
-    """Returns the number of layers that llama.cpp counts in `n_gpu_layers`. This
-    includes multi-token-prediction layers, but not the output."""
-    n_layer = layout.metadata.get(f"{layout.arch}.block_count", layout.n_layer)
-    return n_layer if isinstance(n_layer, int) else layout.n_layer
-
-
 def share_out(
     total: int, shares: Sequence[int], most: Sequence[int], least: int
 ) -> list[int]:
@@ -1032,7 +1025,9 @@ class _SlotsPlanner:
         self._layout = task.layout
         self._devices = task.machine.devices
         self._vram = task.spec.budgets.vram
-        self._n_layer = count_layers(task.layout)
+        # Number of layers that llama.cpp counts in `n_gpu_layers`. This includes
+        # multi-token-prediction layers, but not the output.
+        self._n_layer = task.layout.hparams.n_layer_all
         self._names = ", ".join(device.name for device in self._devices)
         n_devices = len(self._devices)
         n_gpu_layers = task.n_gpu_layers

@@ -220,6 +220,18 @@ class ExpertLayout:
             layer_dense_bytes=dict(moved + Counter(self.layer_dense_bytes)),
         )
 
+    def number(self, name: str, default: int = 0) -> int:
+        """Returns the metadata value `<arch>.<name>`, or its largest element if it is an
+        array; `default` if the name is missing.
+
+        Returns 0 for an empty array, and for a value that is not a whole number from 0
+        to 2^24 - 1.
+        """
+        value: Value = self.metadata.get(f"{self.arch}.{name}", default)
+        if isinstance(value, tuple):
+            value = max(value, default=0)
+        return value if isinstance(value, int) and 0 <= value < 1 << 24 else 0
+
     def without(self, layers: Collection[int]) -> ExpertLayout:
         """Returns a layout in which the experts of `layers` are treated as dense
         weights."""
