@@ -87,25 +87,15 @@ class MemoryNeeds:
     # row by row
     dense_bytes: int = 0
     kv_bytes: int = 0
-    compute_bytes: int = 0
-    slot_work_bytes: int = 0  # scratch bytes per slot
+    compute_bytes: int = 0  # bytes of buffers, including scratch memory for the slots
     # Bytes of the projector's weights, and of its buffers while it reads an image.
     projector_bytes: int = 0
 
-    def total_bytes(self, n_slots: int) -> int:
-        """Returns the total size in bytes, including scratch memory for `n_slots`
-        slots, but not the slots themselves."""
+    @property
+    def total_bytes(self) -> int:
+        """The total size in bytes, without the slots themselves."""
         lasting = self.dense_bytes + self.projector_bytes + self.kv_bytes
-        return lasting + self.compute_bytes + n_slots * self.slot_work_bytes
-
-    def with_slots(self, n_slots: int) -> MemoryNeeds:
-        """Returns these needs with the scratch memory of `n_slots` slots added to
-        `compute_bytes`, and `slot_work_bytes` set to 0."""
-        return replace(
-            self,
-            compute_bytes=self.compute_bytes + n_slots * self.slot_work_bytes,
-            slot_work_bytes=0,
-        )
+        return lasting + self.compute_bytes
 
 
 def kv_bytes(
@@ -359,11 +349,13 @@ class Sizes:
             self, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_seq_max=n_seq_max
         )
 
-    def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
-        """Returns estimates of the memory needed in addition to slots, for passes of
-        `n_ubatch` tokens. The context must already have been chosen."""
+    def needs(
+        self, layout: ExpertLayout, n_ubatch: int, n_slots: int = 0
+    ) -> MemoryNeeds:
+        """Returns estimates of the memory needed in addition to `n_slots` slots, for
+        passes of `n_ubatch` tokens. The context must already have been chosen."""
         n_kv = self.kv_tokens or self.n_ctx or 0
-        buffers = pass_bytes(
+        compute_bytes = pass_bytes(
             layout,
             n_kv,
             n_ubatch,
@@ -371,15 +363,15 @@ class Sizes:
             self.on_device,
             self.n_logits(layout),
         )
+        if not self.on_device:
+            compute_bytes += fixed_bytes(layout) + self.reader_bytes
+            compute_bytes += n_slots * slot_work_bytes(layout, n_ubatch)
         return MemoryNeeds(
             layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes,
             kv_bytes(
                 layout, n_kv, self.type_k, self.type_v, self.n_seq_max, self.n_saved
             ),
-            buffers
-            if self.on_device
-            else buffers + fixed_bytes(layout) + self.reader_bytes,
-            0 if self.on_device else slot_work_bytes(layout, n_ubatch),
+            compute_bytes,
             self.projector.total_bytes if self.projector else 0,
         )
 

@@ -241,7 +241,7 @@ class Plan:
         of_slots = {name: getattr(self, name) for name in FIGURES}
         found = asdict(self)
         needs = found.pop("needs")
-        del found["memories"], needs["slot_work_bytes"]
+        del found["memories"]
         return (
             found
             | of_slots

@@ -84,7 +84,7 @@ def devices_of(
         tensor_split=tuple(tensor_split),
         store=StoreOptions(overlap=False),
     )
-    plan = plan_slots(Task.of(layout, Machine(memory, devices=devices), spec))
+    plan = plan_slots(Task(layout, Machine(memory, devices=devices), spec))
     return tuple(
         DeviceSlots(
             part.name, part.n_slots, tuple(il for il in part.layers if il in shape.row_of), through_ram=True,

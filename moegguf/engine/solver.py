@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -111,7 +111,7 @@ def make_plan(
     Raises BudgetError if nothing that `spec` allows fits. Raises OptionError for
     options that do not fit the devices.
     """
-    task = Task.of(layout, machine, spec)
+    task = Task(layout, machine, spec)
     if not machine.devices:
         return _plan_cpu(task)
     plans, refused = _plan_each(task)
@@ -174,18 +174,16 @@ def _mapped(task: Task, plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class Task:
-    """The input of the solver: a model, a machine, and the options and sizes of a
-    load."""
+    """The input of the solver: a model, a machine, and the options of a load."""
 
     layout: ExpertLayout
     machine: Machine
     spec: LoadSpec
-    sizes: Sizes
 
-    @classmethod
-    def of(cls, layout: ExpertLayout, machine: Machine, spec: LoadSpec) -> Task:
-        """Creates a task from these options. Raises the same errors as `Sizes.of`."""
-        return cls(layout, machine, spec, Sizes.of(layout, spec))
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The sizes that the options specify. Raises the same errors as `Sizes.of`."""
+        return Sizes.of(self.layout, self.spec)
 
     @property
     def is_divided(self) -> bool:
@@ -422,8 +420,8 @@ class Pool:
             fit = best_fit(layout, found, sizes.n_ctx or PROMPT_TOKENS)
         n_slots, n_ubatch = fit
         if is_auto:
-            needs = sizes.needs(layout, n_ubatch)
-            beside = needs.total_bytes(n_slots) + self.staging_bytes
+            needs = sizes.needs(layout, n_ubatch, n_slots)
+            beside = needs.total_bytes + self.staging_bytes
             self.reasons.append(
                 f"{format_bytes(self.memory.available_bytes)} are free ({self.memory.limited_by});"
                 f" {format_bytes(beside)} go to weights that every token uses, the context and buffers,"
@@ -450,8 +448,9 @@ class Pool:
                 # save nothing.
                 break
             needs = sizes.needs(layout, n_ubatch)
-            free_bytes = memory.usable_bytes - self.staging_bytes - needs.total_bytes(0)
-            n_slots = min(most, max(0, free_bytes) // (size + needs.slot_work_bytes))
+            free_bytes = memory.usable_bytes - self.staging_bytes - needs.total_bytes
+            work_bytes = 0 if sizes.on_device else slot_work_bytes(layout, n_ubatch)
+            n_slots = min(most, max(0, free_bytes) // (size + work_bytes))
             if n_slots >= layout.n_expert_used and n_ubatch <= self._allowed(n_slots):
                 found.append((n_slots, n_ubatch))
         if not found:
@@ -459,7 +458,7 @@ class Pool:
             others = sizes.needs(layout, sizes.one_pass_tokens)
             raise BudgetError(
                 f"{format_bytes(memory.available_bytes)} are free here (limited by {memory.limited_by}), but this model"
-                f" needs {format_bytes(others.total_bytes(0))} for weights that every token uses, a"
+                f" needs {format_bytes(others.total_bytes)} for weights that every token uses, a"
                 f" context of {sizes.n_ctx} tokens and buffers, a margin of {format_bytes(memory.margin)}, and at least"
                 f" {least} for experts; free memory, lower n_ctx (--ctx), or give {self.cache.option} a size."
             )
@@ -513,7 +512,7 @@ class Pool:
                 continue  # every expert has a slot, so a longer pass would save nothing
             free_bytes = memory.usable_bytes if is_longer else memory.available_bytes
             if (
-                sizes.needs(layout, n_ubatch).total_bytes(n_slots) + beside
+                sizes.needs(layout, n_ubatch, n_slots).total_bytes + beside
                 <= free_bytes
             ):
                 found.append((n_slots, n_ubatch))
@@ -617,10 +616,6 @@ def _planned(
     )
 
 
-def _every_layer(layout: ExpertLayout) -> tuple[int, ...]:
-    return tuple(range(layout.hparams.n_layer_all))
-
-
 def _plan_cpu(task: Task) -> Plan:
     """Returns the plan in which everything runs on the CPU."""
     layout = task.layout
@@ -638,17 +633,16 @@ def _plan_cpu(task: Task) -> Plan:
                 " others are read when needed"
             )
         reasons = [held, pool.pass_reason]
-    needs = pool.sizes.needs(layout, n_ubatch)
-    total_bytes = needs.total_bytes(n_slots) + n_slots * pool.slot_bytes
+    needs = pool.sizes.needs(layout, n_ubatch, n_slots)
+    total_bytes = needs.total_bytes + n_slots * pool.slot_bytes
     warnings = (
         *cycle_warnings(layout, n_slots, pool.slot_bytes),
         *short_of(total_bytes, memory),
     )
-    ram = MemoryPlan(
-        None, _every_layer(layout), n_slots, total_bytes, memory.available_bytes
-    )
+    layers = tuple(range(layout.hparams.n_layer_all))
+    ram = MemoryPlan(None, layers, n_slots, total_bytes, memory.available_bytes)
     return _planned(
-        layout, pool.sizes, [ram], n_ubatch, needs=needs.with_slots(n_slots), streams=streams,
+        layout, pool.sizes, [ram], n_ubatch, needs=needs, streams=streams,
         reasons=(*pool.reasons, *reasons), warnings=warnings,
     )  # fmt: skip
 
@@ -756,7 +750,7 @@ def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
     if budget.mode == "auto":
         free = (
             device.free_bytes
-            - sizes.needs(layout, sizes.usual_ubatch).total_bytes(0)
+            - sizes.needs(layout, sizes.usual_ubatch).total_bytes
             - device.margin
         )
         return sizes, min(free, budget.n_bytes or free)
@@ -811,7 +805,7 @@ def plan_layers(task: Task) -> Plan:
     host = host_bytes(layout, n_ubatch) + n_slots * (
         size + slot_work_bytes(layout, n_ubatch)
     )
-    on_device = needs.total_bytes(0)
+    on_device = needs.total_bytes
     if on_device > device.free_bytes:
         raise BudgetError(
             f"whole layers, context and buffers take {format_bytes(on_device)}, but {format_bytes(device.free_bytes)}"
@@ -829,7 +823,7 @@ def plan_layers(task: Task) -> Plan:
             else "as many as the slots in RAM and a usual pass allow",
         ),
     )
-    layers = _every_layer(layout)
+    layers = tuple(range(layout.hparams.n_layer_all))
     memories = (
         MemoryPlan(device.name, layers, 0, on_device, device.free_bytes),
         MemoryPlan(None, layers, n_slots, host, ram.available_bytes),
@@ -1225,7 +1219,7 @@ class _SlotsPlanner:
         """Returns how many bytes a device with these layers holds in addition to its
         slots."""
         if self._is_alone:
-            return self._needs.total_bytes(0) + self._staging_bytes
+            return self._needs.total_bytes + self._staging_bytes
         output = self._output_bytes if self._n_layer - 1 in layers else 0
         staged = self._staging_bytes if self._layout.experts_in(layers) else 0
         return self._bytes_of(layers) + output + self._needs.compute_bytes + staged
