@@ -156,7 +156,8 @@ def query_gpus() -> list[Device]:
         return [Device(**fields) for fields in json.loads(asked.stdout)]
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise BudgetError(
-            f"the devices of this machine could not be listed ({error}); try `moegguf doctor`."
+            f"the GPUs of this machine could not be listed ({error}); run `moegguf doctor` to see why, or use placement"
+            " 'cpu'."
         ) from None
 
 

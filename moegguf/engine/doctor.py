@@ -151,7 +151,8 @@ def read_pin() -> dict[str, str]:
     folder = library.find_library()
     if not (pin := plugins.read_pin(folder)):
         raise LibraryError(
-            f"{folder} has no file UPSTREAM, so an older moegguf probably built the library; build moegguf again."
+            f"{folder} has no file UPSTREAM, so an older moegguf probably built the library; install moegguf again, or"
+            " run `make`."
         )
     return pin
 

@@ -92,7 +92,9 @@ def _library() -> c.CDLL:
 
 def _check(reason: bytes | None, *_: object) -> None:
     if reason is not None:
-        raise MoeggufError(f"drafting failed: {reason.decode(errors='replace')}")
+        raise MoeggufError(
+            f"drafting failed: {reason.decode(errors='replace')}; load the model with draft='off'."
+        )
 
 
 class Drafts:

@@ -117,7 +117,8 @@ def open_store(
         below = f" and {plan.n_ram_slots} below them" if n_ram else ""
         going_on = f" and {n_ram}" if n_ram else ""
         warnings.warn(
-            f"no memory for {plan.n_slots} expert slots{below}; continuing with {sum(n_slots)}{going_on}, slower.",
+            f"there is no memory for {plan.n_slots} expert slots{below}; continuing with {sum(n_slots)}{going_on},"
+            " more slowly; free some memory, or give a smaller budget for experts.",
             stacklevel=2,
         )
     for tier in store.tiers:

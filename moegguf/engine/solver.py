@@ -717,7 +717,7 @@ def ram_slots(
     if n_slots < 1:
         raise BudgetError(
             f"{cache.as_given} holds no expert ({format_bytes(ram.available_bytes)} of RAM are free); give"
-            f" at least {format_bytes_up(slot_bytes)!r}."
+            f" at least {format_bytes_up(slot_bytes)!r}, or free memory for 'auto'."
         )
     return min(n_slots, layout.n_expert_total)
 

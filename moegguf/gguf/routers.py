@@ -173,7 +173,7 @@ def _read_tensor(
         ) from error
     if data.size != tensor.n_bytes:
         raise ModelFormatError(
-            f"{file.name}: ends inside tensor '{tensor.name}'; fetch the file again."
+            f"{file.name}: the file ends inside tensor '{tensor.name}'; fetch it again."
         )
     if numbers := {"F32": np.float32, "F16": np.float16}.get(tensor.type_name):
         values = data.view(numbers)
