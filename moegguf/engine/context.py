@@ -356,11 +356,11 @@ class Context:
             self.images.position,
             all_logits=llm._logits_all and len(chunks) == 1,
         )
-        n_logits = np.count_nonzero(self._batch.logits[: self._batch.batch.n_tokens])
-        if n_logits > self.n_logits:  # llama.cpp would abort the process
+        with_logits = np.flatnonzero(self._batch.logits[: self._batch.batch.n_tokens])
+        if len(with_logits) > self.n_logits:  # llama.cpp would abort the process
             raise OptionError(
-                f"{n_logits} tokens of a pass have logits, but its buffers hold {self.n_logits}; evaluate fewer at a"
-                " time, or load the model with logits_all=True."
+                f"{len(with_logits)} tokens of a pass have logits, but its buffers hold {self.n_logits}; evaluate fewer"
+                " at a time, or load the model with logits_all=True."
             )
         self._announce(chunks)
         self.rollback.before_pass(chunks)
@@ -371,9 +371,7 @@ class Context:
         self.rollback.note_pass(chunks)
         if self.after_pass is not None:
             self.after_pass(self._batch.batch)
-        self._chunk_rows = np.flatnonzero(
-            self._batch.logits[: self._batch.batch.n_tokens]
-        ).tolist()
+        self._chunk_rows = with_logits.tolist()
         for chunk in chunks:
             if chunk.sequence == 0:
                 llm.n_tokens = chunk.n_past + len(chunk.tokens)

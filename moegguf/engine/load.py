@@ -22,12 +22,7 @@ from moegguf.engine.devices import find_gpus, gpus, has_gpu
 from moegguf.engine.drafts import drafted
 from moegguf.engine.load_spec import BY_LAYERS, NO_SPLIT, LoadSpec
 from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
-from moegguf.engine.memory import (
-    DEFAULT_UBATCH_TOKENS,
-    Sizes,
-    check_context,
-    is_embedding,
-)
+from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, check_context
 from moegguf.engine.pinning import refused_bytes
 from moegguf.engine.plan import Plan
 from moegguf.engine.solver import make_plan
@@ -128,12 +123,13 @@ def prepare(
             " moegguf cannot run them; choose another model."
         )
     hooks = layout.is_moe and read_environment().hooks
+    sizes = Sizes.of(layout, spec)
     # divides: True if the plan, not the caller's options, decides which layers run on
     # devices
     divides = received = plan is not None
     if plan is None:
         memory = read_memory()
-        check_context(layout, Sizes.of(layout, spec), memory)
+        check_context(layout, sizes, memory)
         devices = choose_gpus(layout, spec)
         divides = devices is not None
         plan = plan_load(
@@ -145,15 +141,13 @@ def prepare(
     govern_threads = read_environment().hooks and not (
         options.get("n_threads") or options.get("n_threads_batch")
     )
-    options |= _keywords(layout, spec, plan)
+    options |= _keywords(spec, plan, sizes.pools)
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
     # The plan chose the pass length for its slots, but without hooks there are no
     # slots.
     if not (hooks or received):
-        options["n_ubatch"] = (
-            Sizes.of(layout, spec).with_context(layout, plan.n_ctx).usual_ubatch
-        )
+        options["n_ubatch"] = sizes.with_context(layout, plan.n_ctx).usual_ubatch
     if hooks:
         options["use_mmap"] = False
     if hooks and divides:
@@ -162,18 +156,15 @@ def prepare(
     return LoadPlan(path, layout, spec, plan, hooks, options, govern_threads, no_device)
 
 
-def _keywords(layout: ExpertLayout, spec: LoadSpec, plan: Plan) -> dict[str, Any]:
+def _keywords(spec: LoadSpec, plan: Plan, embedding: bool) -> dict[str, Any]:
     """Returns the keywords of llama_cpp.Llama that follow from the plan and the checked
-    options.
+    options. embedding: True if the model computes embeddings.
 
     Without logits_all, llama_cpp.Llama allocates an array for the logits of `n_batch`
     tokens, which moegguf does not use. To keep this array small, `n_batch` is at most
     DEFAULT_UBATCH_TOKENS here, except for embeddings. The loader later sets the
     context's `n_batch` to the plan's.
     """
-    embedding = (
-        is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
-    )
     found: dict[str, Any] = {
         "n_ctx": plan.n_ctx,
         # the loader later sets the context's n_batch to the plan's
