@@ -381,8 +381,6 @@ class LiveController:
 def _titled(choice: ControllerChoice) -> str:
     """Formats the names of a choice for a message."""
     policy = LRU.name.upper() if choice.policy == LRU.name else choice.policy
-    return (
-        policy
-        if choice.predictor == "none"
-        else f"{policy} with predictions by {choice.predictor}"
-    )
+    if choice.predictor == "none":
+        return policy
+    return f"{policy} with predictions by {choice.predictor}"

@@ -442,11 +442,9 @@ class Llama(UpstreamLlama):
             for text in texts
         ]
         vectors = [each for each, _ in found]
-        return (
-            (vectors, sum(n_tokens for _, n_tokens in found))
-            if return_count
-            else vectors
-        )
+        if return_count:
+            return (vectors, sum(n_tokens for _, n_tokens in found))
+        return vectors
 
     def generate(
         self, *arguments: Any, **options: Any

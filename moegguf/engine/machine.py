@@ -60,11 +60,9 @@ class Memory:
     @property
     def margin(self) -> int:
         """Bytes that an "auto" budget leaves free."""
-        return (
-            margin_bytes(self.available_bytes)
-            if self.margin_bytes is None
-            else self.margin_bytes
-        )
+        if self.margin_bytes is None:
+            return margin_bytes(self.available_bytes)
+        return self.margin_bytes
 
     @property
     def usable_bytes(self) -> int:

@@ -312,11 +312,9 @@ class Sizes:
 
     def n_logits(self, layout: ExpertLayout) -> int | None:
         """Returns how many tokens of a pass may have logits; None: all of them."""
-        return (
-            None
-            if self.pools or self.logits_all
-            else logits_tokens(layout, self.n_seq_max)
-        )
+        if self.pools or self.logits_all:
+            return None
+        return logits_tokens(layout, self.n_seq_max)
 
     def is_fused(self, layout: ExpertLayout) -> bool:
         """Returns True if the plan assumes fused attention; never for an architecture

@@ -112,11 +112,9 @@ class MemoryParts:
         cannot write the state, or if its size is not `n_bytes`."""
         data = np.empty(n_bytes, np.uint8)
         write = self._library.moegguf_parts_state_write
-        return (
-            data
-            if write(self._llm.ctx, parts, sequence, data.ctypes.data, n_bytes)
-            else None
-        )
+        if write(self._llm.ctx, parts, sequence, data.ctypes.data, n_bytes):
+            return data
+        return None
 
     def set_state(self, parts: int, sequence: int, address: int, n_bytes: int) -> bool:
         """Replaces these parts of a sequence with a state of `n_bytes` bytes. `address`

@@ -148,11 +148,9 @@ class _Parts:
             if n_blocks
             else (self._name, 0)
         )
-        return (
-            self._part(name, begin, end)
-            if 0 <= end - begin < BLOCK_TOKENS and self._uncut(end) == end
-            else None
-        )
+        if 0 <= end - begin < BLOCK_TOKENS and self._uncut(end) == end:
+            return self._part(name, begin, end)
+        return None
 
     def _part(self, before: str, begin: int, end: int) -> _Part | None:
         if end > self._n_known:
@@ -709,9 +707,9 @@ class PrefixCache:
             self._state_ends[sequence] = place.end
             return None
         has_room = n_bytes < read_memory().available_bytes // 2
-        return (
-            n_bytes if has_room and (is_end or self._has_queue_for(n_bytes)) else None
-        )
+        if has_room and (is_end or self._has_queue_for(n_bytes)):
+            return n_bytes
+        return None
 
     def _keep_state(self, sequence: int, place: _Part, n_bytes: int) -> None:
         """Queues the state of a sequence after `place` to be written."""

@@ -166,11 +166,9 @@ def _budget_slots(
 ) -> int:
     """Returns the number of slots that a budget holds, but at most `most`. For "auto",
     returns `most`."""
-    return (
-        most
-        if cache.mode == "auto"
-        else min(most, budget_slots(cache, session.layout, slot_bytes))
-    )
+    if cache.mode == "auto":
+        return most
+    return min(most, budget_slots(cache, session.layout, slot_bytes))
 
 
 def _checked(

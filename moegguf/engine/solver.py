@@ -209,11 +209,9 @@ class Task:
         """The sizes for planning on devices. With the draft option "auto", nothing is
         drafted on devices, so no snapshots and no checkpoints are planned."""
         sizes = replace(self.sizes, on_device=True)
-        return (
-            replace(sizes, n_rs_seq=0, n_checkpoints=0)
-            if self.spec.draft == "auto"
-            else sizes
-        )
+        if self.spec.draft == "auto":
+            return replace(sizes, n_rs_seq=0, n_checkpoints=0)
+        return sizes
 
     @property
     def n_gpu_layers(self) -> int:
@@ -521,9 +519,9 @@ class Pool:
     def _staging_slots(self) -> int:
         """Returns how many slots of the budget staging tensors occupy; 0 if the budget
         does not include them."""
-        return (
-            slots_for(self.staging_bytes, self.slot_bytes) if self.staging_within else 0
-        )
+        if not self.staging_within:
+            return 0
+        return slots_for(self.staging_bytes, self.slot_bytes)
 
     def _allowed(self, n_slots: int) -> int:
         return allowed_ubatch(self.layout, n_slots, self.streams, self.slot_tokens)
@@ -1206,11 +1204,9 @@ class _SlotsPlanner:
         n_bytes = (
             cache.n_bytes or budget_slots(cache, self._layout, self._size) * self._size
         )
-        return (
-            max(0, n_bytes - self._staging_bytes)
-            if self._task.spec.store.staging is None
-            else n_bytes
-        )
+        if self._task.spec.store.staging is None:
+            return max(0, n_bytes - self._staging_bytes)
+        return n_bytes
 
     def _bytes_of(self, layers: Iterable[int]) -> int:
         return sum(self._layer_bytes[il] for il in layers)

@@ -65,13 +65,11 @@ class Vocabulary:
     def tokens(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the tokens of a text, without BOS or EOS. special: the text of a
         control token becomes that token."""
-        return (
-            list(
+        if text:
+            return list(
                 self._tokenizer.tokenize(to_utf8(text), add_bos=False, special=special)
             )
-            if text
-            else []
-        )
+        return []
 
     def token(self, text: str) -> int | None:
         """Returns the token with this text, which may be a control token; None if the
