@@ -11,7 +11,6 @@ loaded.
 from __future__ import annotations
 
 import ctypes as c
-import os
 import threading
 import time
 import weakref
@@ -48,6 +47,7 @@ from moegguf.errors import (
     MoeggufError,
     OptionError,
 )
+from moegguf.gguf.reader import StrPath
 from moegguf.native import library
 from moegguf.native.events import Phase
 
@@ -165,10 +165,7 @@ class Context:
     """
 
     def __init__(
-        self,
-        llm: UpstreamLlama,
-        loader: Loader,
-        mmproj: str | os.PathLike[str] | None = None,
+        self, llm: UpstreamLlama, loader: Loader, mmproj: StrPath | None = None
     ) -> None:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # `llm` holds this object
         self.session = loader.session  # None: there is no expert store

@@ -33,6 +33,7 @@ from moegguf.errors import (
     OptionError,
 )
 from moegguf.gguf.experts import HEADS_ARCHS, ExpertLayout, read_layout
+from moegguf.gguf.reader import StrPath
 from moegguf.models.catalog import find_model
 from moegguf.native import library
 from moegguf.options import DRAFTS
@@ -171,7 +172,7 @@ class Drafts:
 
 
 def drafted(
-    layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_attn: bool | None
+    layout: ExpertLayout, draft: StrPath | None, flash_attn: bool | None
 ) -> ExpertLayout:
     """Returns the layout to load for this `draft` option. The layout includes the
     model's heads (MTP) if the heads may draft. With "auto", the heads may draft only if
@@ -202,7 +203,7 @@ class ModelDrafts:
     cannot load it.
     """
 
-    def __init__(self, draft: str | os.PathLike[str]) -> None:
+    def __init__(self, draft: StrPath) -> None:
         self._bindings = library.llama_cpp()
         self._chosen = os.fspath(draft)
         self._model = self._context = None

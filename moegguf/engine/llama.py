@@ -34,7 +34,12 @@ from moegguf.engine.resize import set_budget
 from moegguf.engine.sequences import Tokens, common_tokens, is_batch_invariant
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
-from moegguf.engine.upstream import LlamaCppOptions, UpstreamLlama, with_keywords
+from moegguf.engine.upstream import (
+    LlamaCppOptions,
+    TokenSteps,
+    UpstreamLlama,
+    with_keywords,
+)
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import OptionError
 from moegguf.native import library
@@ -196,7 +201,7 @@ class Llama(UpstreamLlama):
         named = find_strategy(
             environment.get("strategy", "") if strategy is None else strategy
         )
-        if isinstance(policy, str) and policy == "auto":
+        if policy == "auto":
             policy = environment.get("policy", "auto")
         chosen = ControllerOptions(*named.parts(policy, predictor, prefetch), lockstep)
         store = named.store if store is None else store
@@ -469,11 +474,8 @@ class Llama(UpstreamLlama):
         return self.context.as_request(steps, keeps_logits=True)
 
     def _with_kept(
-        self,
-        steps: Generator[int, Sequence[int] | None, None],
-        arguments: Sequence[Any],
-        options: dict[str, Any],
-    ) -> Generator[int, Sequence[int] | None, None]:
+        self, steps: TokenSteps, arguments: Sequence[Any], options: dict[str, Any]
+    ) -> TokenSteps:
         """Yields the tokens of `steps`. If contexts are kept for this model and the
         option `reset` is True, first restores the part of the prompt's context that is
         on disk. In this case, new parts are also written to disk, after each evaluation

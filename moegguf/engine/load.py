@@ -36,6 +36,7 @@ from moegguf.errors import (
     OptionError,
 )
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.reader import StrPath
 from moegguf.models.catalog import find_model
 from moegguf.quantities import format_bytes
 from moegguf.settings import read_environment
@@ -98,7 +99,7 @@ class LoadPlan:
 
 
 def prepare(
-    model: str | os.PathLike[str],
+    model: StrPath,
     own: Mapping[str, Any],
     options: Mapping[str, Any],
     plan: Plan | None = None,
@@ -203,7 +204,7 @@ def check_options(options: dict[str, Any], init: Callable[..., None]) -> None:
 
 
 def read_model(
-    path: str | os.PathLike[str], spec: LoadSpec, *, vocab_only: bool = False
+    path: StrPath, spec: LoadSpec, *, vocab_only: bool = False
 ) -> ExpertLayout:
     """Reads the layout of the parts of a model that are loaded. Draft heads are
     included only if they may be used. Raises the same errors as `read_layout`, and

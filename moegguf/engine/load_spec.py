@@ -16,7 +16,7 @@ from moegguf.engine.devices import NO_GPU, find_device, has_gpu
 from moegguf.engine.machine import Device
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.projector import ProjectorHeader, read_projector
-from moegguf.gguf.reader import GGML_TYPES, ggml_type
+from moegguf.gguf.reader import GGML_TYPES, StrPath, ggml_type
 from moegguf.native.store import StoreOptions
 from moegguf.options import BUDGETS, COMMAND_DEFAULTS, KV_CACHE_TYPES, load_keywords
 from moegguf.quantities import ExpertCache, parse_expert_cache
@@ -265,9 +265,7 @@ class LoadSpec:
         return (devices[self.main_gpu],)
 
 
-def parse_mirrors(
-    given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
-) -> tuple[str, ...]:
+def parse_mirrors(given: StrPath | Sequence[StrPath] | None) -> tuple[str, ...]:
     """Returns the absolute paths of mirrors. Raises OptionError for an empty path."""
     several = [given] if isinstance(given, str | os.PathLike) else given or ()
     paths = [os.path.expanduser(os.fspath(each)) for each in several]

@@ -33,6 +33,7 @@ from moegguf.engine.trial import try_first
 from moegguf.engine.warm_start import save_uses, start_warm
 from moegguf.errors import CallbackError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.reader import StrPath
 from moegguf.gguf.shards import mirror_paths
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
@@ -284,7 +285,7 @@ class Loader:
             )
 
     def start_parts(
-        self, warm_start: bool, trace: str | os.PathLike[str] | TraceOptions | None
+        self, warm_start: bool, trace: StrPath | TraceOptions | None
     ) -> None:
         """Fetches the most frequently used experts of earlier runs, if `warm_start` is
         True and no device holds whole layers. Starts the recording if `trace` is set.

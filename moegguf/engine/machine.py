@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from moegguf.errors import ModelNotFoundError
+from moegguf.gguf.reader import StrPath
 
 ROOT = Path("/")
 MACHINE = "the machine"
@@ -331,7 +332,7 @@ def _measure(
 
 
 def disk_read_speed(
-    path: str | os.PathLike[str],
+    path: StrPath,
     seconds: float = 0.5,
     block_bytes: int = _DISK_BLOCK_BYTES,
     n_threads: int = _DISK_THREADS,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from moegguf.engine.error_log import mtmd_log
 from moegguf.errors import ModelFormatError, OptionError
 from moegguf.gguf.projector import DECODED_BYTES
+from moegguf.gguf.reader import StrPath
 from moegguf.native import library
 from moegguf.text import to_utf8
 
@@ -103,7 +104,7 @@ class Projector:
     the projector is not for images.
     """
 
-    def __init__(self, path: str | os.PathLike[str], llm: UpstreamLlama) -> None:
+    def __init__(self, path: StrPath, llm: UpstreamLlama) -> None:
         self._mtmd = mtmd = library.mtmd()
         self._log = mtmd_log()
         self._no_callback = mtmd.mtmd_helper_post_decode_callback()

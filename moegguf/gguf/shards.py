@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from moegguf.errors import ModelFormatError, ModelNotFoundError
 from moegguf.gguf.hparams import Keys
-from moegguf.gguf.reader import GgufFile, Shard, read_gguf
+from moegguf.gguf.reader import GgufFile, Shard, StrPath, read_gguf
 
 MAX_SHARDS = 1024
 _SHARD_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL | re.IGNORECASE)
@@ -63,9 +63,7 @@ def shards_of(path: Path) -> tuple[Path, ...]:
     )
 
 
-def mirror_paths(
-    mirror: str | os.PathLike[str], shards: Sequence[Shard]
-) -> tuple[Path, ...]:
+def mirror_paths(mirror: StrPath, shards: Sequence[Shard]) -> tuple[Path, ...]:
     """Returns the paths of copies of these shards, whether the copies exist or not.
 
     `mirror` is the copy of the first shard, or a folder in which the copies have the
@@ -101,7 +99,7 @@ def _others(first: Path, prefix: str, count: int) -> list[Path]:
     ]
 
 
-def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
+def read_shards(path: StrPath) -> tuple[GgufFile, ...]:
     """Reads all shards of the model whose first (or only) file is at `path`, in order,
     and checks that they belong together.
 
