@@ -124,9 +124,8 @@ def read_hparams(file: GgufFile) -> Hparams:
         n_head_kv = keys.per_layer("attention.head_count_kv", n_layer)
     n_expert, n_expert_used = _read_expert_counts(keys, n_layer)
     head = n_embd // n_head[0] if n_head[0] else 0
-    key_length, value_length = (
-        keys.number(f"attention.{name}_length", head) for name in ("key", "value")
-    )
+    key_length = keys.number("attention.key_length", head)
+    value_length = keys.number("attention.value_length", head)
     key_swa = keys.number("attention.key_length_swa", key_length)
     value_swa = keys.number("attention.value_length_swa", value_length)
     return Hparams(
