@@ -105,6 +105,16 @@ class _Part:
     end: int
     positions: npt.NDArray[np.int32]
 
+    @property
+    def first_position(self) -> int:
+        """The position of the part's first token."""
+        return int(self.positions[0])
+
+    @property
+    def end_position(self) -> int:
+        """The position of the token after the part."""
+        return int(self.positions[-1])
+
 
 class _Parts:
     """Divides a sequence's tokens into parts that do not end within an image.
@@ -314,7 +324,7 @@ class PrefixCache:
             if not self._has_cells or place is None or place.end <= n_held:
                 return n_held
             self._memory.remove(CELLS, target)
-            self._memory.copy(CELLS, source, target, 0, int(place.positions[-1]))
+            self._memory.copy(CELLS, source, target, 0, place.end_position)
             n_now = self._go_back(target, parts, place.end)
             if target == 0:
                 self._llm.input_ids[:n_now] = tokens[:n_now]
@@ -470,7 +480,7 @@ class PrefixCache:
         """Removes the cells of a sequence from the beginning of `part` on. Returns
         False if the sequence could only be emptied."""
         if self._needs_more_than_cells:
-            return self._memory.remove(CELLS, sequence, int(part.positions[0]))
+            return self._memory.remove(CELLS, sequence, part.first_position)
         return self._context.truncate(part.begin, sequence)
 
     def _places(self, parts: _Parts, n_blocks: int, n_live: int) -> Iterator[_Part]:
@@ -505,9 +515,9 @@ class PrefixCache:
         """Returns the parts, up to the end of `rest`, that have cells in the sliding
         window of the last token or of the token after it."""
         chain = [*blocks, rest] if rest.begin < rest.end else blocks
-        first = int(rest.positions[-1]) - self._n_swa
+        first = rest.end_position - self._n_swa
         last_parts = itertools.takewhile(
-            lambda part: part.positions[-1] > first, reversed(chain)
+            lambda part: part.end_position > first, reversed(chain)
         )
         return list(last_parts)[::-1]
 
@@ -530,7 +540,7 @@ class PrefixCache:
         """Removes the cells of a sequence after `place`, and restores the window and
         the state at the end of `place`. Returns False if the window or the state cannot
         be restored, or if the cells before the end of `place` are missing."""
-        end = int(place.positions[-1])
+        end = place.end_position
         if self._has_cells:
             if self._memory.end(CELLS, sequence) < end:
                 return False
@@ -554,7 +564,7 @@ class PrefixCache:
             data = np.frombuffer(state, np.uint8)
             done = self._memory.set_state(kind, sequence, data.ctypes.data, len(state))
             self._context.rollback.forget(sequence)
-            if done and self._memory.end(kind, sequence) == place.positions[-1]:
+            if done and self._memory.end(kind, sequence) == place.end_position:
                 self._pool.submit(self._store.touch, [name])
                 return True
         self._store.delete(name)
@@ -580,7 +590,7 @@ class PrefixCache:
             )
             n_done = min(n_added, read.fill())
         if n_done < len(parts):
-            self._memory.remove(kind, sequence, int(parts[n_done].positions[0]))
+            self._memory.remove(kind, sequence, parts[n_done].first_position)
             for unusable in parts[n_done:]:  # deleted, so that they are rewritten
                 self._store.delete(_name(kind, unusable))
         self._pool.submit(
@@ -615,8 +625,8 @@ class PrefixCache:
         first = self._memory.first(kind, sequence)
         new = [part for part in parts if not self._is_kept(_name(kind, part))]
         if kind == WINDOW:
-            new = [part for part in new if part.positions[0] >= first]
-        if not new or first > new[0].positions[0]:
+            new = [part for part in new if part.first_position >= first]
+        if not new or first > new[0].first_position:
             return
         memory = self._memory
         memory.copy(kind, sequence, SCRATCH)
@@ -624,11 +634,7 @@ class PrefixCache:
         try:
             for part in new:
                 memory.copy(
-                    kind,
-                    SCRATCH,
-                    sequence,
-                    int(part.positions[0]),
-                    int(part.positions[-1]),
+                    kind, SCRATCH, sequence, part.first_position, part.end_position
                 )
                 is_kept = self._keep_block(kind, sequence, part)
                 memory.remove(kind, sequence)
@@ -698,7 +704,7 @@ class PrefixCache:
         n_since = place.end - last if last <= place.end else place.end
         n_bytes = self._memory.state_bytes(self._state, sequence)
         # False if the state is at a different position, such as after drafted tokens
-        is_there = self._memory.end(self._state, sequence) == place.positions[-1]
+        is_there = self._memory.end(self._state, sequence) == place.end_position
         if not is_there or n_since < (
             2 if is_end else self._state_cost.step(n_bytes, place.end)
         ):
@@ -837,7 +843,7 @@ def _is_recurrent_after(state: Buffer, part: _Part) -> bool:
     last token."""
     if len(state) < _RECURRENT_STATE.size:
         return False
-    return _RECURRENT_STATE.unpack_from(state) == (1, int(part.positions[-1]) - 1, 0)
+    return _RECURRENT_STATE.unpack_from(state) == (1, part.end_position - 1, 0)
 
 
 def _hash(*parts: str | bytes) -> str:
