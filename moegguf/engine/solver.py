@@ -1121,14 +1121,12 @@ class _SlotsPlanner:
         layout = self._layout
         size = self._size
         memory = self._task.machine.memory
-        tensor_split, on = (
-            (None, [0] * self._n_layer) if self._is_alone else self._device_of_layers()
-        )
+        tensor_split, on = self._device_of_layers()
         order = (*range(len(self._devices)), ON_CPU)
         layers = [tuple(il for il, d in enumerate(on) if d == index) for index in order]
         counts = [layout.experts_in(of) for of in layers]
         on_cpu = layers[-1]
-        slots = [self._n_slots] if self._is_alone else self._slots(layers[:-1])
+        slots = self._slots(layers[:-1])
         below = sum(n for n, n_slots in zip(counts, slots, strict=False) if n_slots < n)
         n_cpu, n_ram = self._ram_slots(on_cpu, counts[-1], below)
         n_ubatch = min([self._n_ubatch, *self._allowed([*slots, n_cpu], counts)])
@@ -1145,20 +1143,19 @@ class _SlotsPlanner:
             + self._bytes_of(on_cpu)
         )
         parts = list[MemoryPlan]()
-        for device, of, n in zip(self._devices, layers, slots, strict=False):
-            n_bytes = self._bytes_without_slots(of) + n * size
-            parts.append(MemoryPlan(device.name, of, n, n_bytes, device.free_bytes))
-        ram = MemoryPlan(None, on_cpu, n_cpu, host, memory.available_bytes, n_ram)
         warnings = [
             *cycle_warnings(layout, sum(slots) + n_cpu, size),
             *short_of(host, memory, " of RAM"),
         ]
-        for device, part in zip(self._devices, parts, strict=True):
-            warnings += short_of(
-                part.total_bytes, device.memory, f" on {device.name}", "VRAM"
-            )
+        for device, of, n in zip(self._devices, layers, slots, strict=False):
+            n_bytes = self._bytes_without_slots(of) + n * size
+            parts.append(MemoryPlan(device.name, of, n, n_bytes, device.free_bytes))
+            warnings += short_of(n_bytes, device.memory, f" on {device.name}", "VRAM")
+        parts.append(
+            MemoryPlan(None, on_cpu, n_cpu, host, memory.available_bytes, n_ram)
+        )
         return _planned(
-            layout, self._pool.sizes, [*parts, ram], n_ubatch, needs=self._needs,
+            layout, self._pool.sizes, parts, n_ubatch, needs=self._needs,
             streams=self._streams(on_cpu=n_cpu > 0),
             slot_tokens=self._slot_tokens,
             n_staging=self._n_staging,
@@ -1168,15 +1165,17 @@ class _SlotsPlanner:
             staging_bytes=self._staging_bytes * sum(n > 0 for n in slots),
             n_gpu_layers=self._task.n_gpu_layers,
             tensor_split=tensor_split,
-            reasons=(*self._pool.reasons, *self._reasons([*parts, ram]), why_ubatch),
+            reasons=(*self._pool.reasons, *self._reasons(parts), why_ubatch),
             warnings=tuple(warnings),
         )  # fmt: skip
 
-    def _device_of_layers(self) -> tuple[tuple[float, ...], list[int]]:
-        """Returns the tensor_split for llama.cpp, and the device of each layer. Unless
-        the user has set tensor_split, the split is in proportion to the memory that
-        devices have for layers. Raises OptionError if no layer with experts is on a
-        device."""
+    def _device_of_layers(self) -> tuple[tuple[float, ...] | None, list[int]]:
+        """Returns the tensor_split for llama.cpp (None if one device has all layers),
+        and the device of each layer. Unless the user has set tensor_split, the split is
+        in proportion to the memory that devices have for layers. Raises OptionError if
+        no layer with experts is on a device."""
+        if self._is_alone:
+            return None, [0] * self._n_layer
         n_gpu_layers = self._task.n_gpu_layers
         rooms = list[int]()
         beside = self._needs.compute_bytes + self._staging_bytes
@@ -1224,6 +1223,8 @@ class _SlotsPlanner:
         """Returns each device's number of slots. `layers` lists the layers of each
         device. If all devices share one budget, slots that do not fit on a device go to
         the others."""
+        if self._is_alone:
+            return [self._n_slots]
         size = self._size
         least = self._layout.n_expert_used
         most = [self._layout.experts_in(of) for of in layers]
