@@ -876,7 +876,7 @@ def share_out(
 
     No device gets more than its entry in `most`; the other devices get the remaining
     slots. If there are enough slots, each device gets at least `least`, or its `most`
-    if that is smaller.
+    if that is smaller. The share of a device that may get slots must be above 0.
     """
     least = min(least, total // max(1, sum(of > 0 for of in most)))
     given = [min(of, least) for of in most]
@@ -884,10 +884,7 @@ def share_out(
         free := [d for d in range(len(most)) if given[d] < most[d]]
     ):
         weight = sum(shares[d] for d in free)
-        more = {
-            d: min(most[d] - given[d], left * shares[d] // weight if weight else 0)
-            for d in free
-        }
+        more = {d: min(most[d] - given[d], left * shares[d] // weight) for d in free}
         if not any(more.values()):
             more = {free[0]: 1}
         for d, n in more.items():
@@ -918,13 +915,10 @@ def plan_slots(task: Task) -> Plan:
         layout=padded(task.layout, [device.name for device in task.machine.devices]),
     )
     without: Plan | None = None
-    refused: BudgetError | None = None
-    try:
+    # Also raised if an image needs a longer pass than the slots allow, which staging may
+    # solve.
+    with suppress(BudgetError):
         without = _plan_slots(task, 0)
-    # also raised if an image needs a longer pass than the slots allow, which staging
-    # may solve
-    except BudgetError as error:
-        refused = error
     tensors = (
         range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0)
     )
@@ -941,8 +935,7 @@ def plan_slots(task: Task) -> Plan:
             )
             return replace(staged, reasons=(*staged.reasons, reason))
     if without is None:
-        assert refused is not None
-        raise refused
+        return _plan_slots(task, 0)  # raises the BudgetError
     return without
 
 
