@@ -192,7 +192,7 @@ class Sequences:
         self._n_past = 0
         for sequence in range(n_sequences):
             llama.context.forget(sequence)
-            self._requests.append(llama.context.begin_request())
+            self._requests.append(llama.context.requests.begin())
 
     def evaluate(self, tokens: Sequence[Sequence[int]], phase: Phase) -> int:
         """Evaluates the next tokens of the sequences, the same number for each. Returns

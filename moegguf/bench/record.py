@@ -83,7 +83,7 @@ def record(
                     progress(
                         f"prompt {number + 1} of {len(prompts)}", number / len(prompts)
                     )
-                    llm.recording.label(llm.context.next_request, prompt.label)
+                    llm.recording.label(llm.context.requests.sequence + 1, prompt.label)
                     n_cut += _run(llm, prompt, options)
             except BaseException:  # also on Ctrl-C: an incomplete trace is removed
                 llm.recording.discard()

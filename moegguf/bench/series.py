@@ -271,7 +271,7 @@ def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
     beside = Sizes(
         n_ctx, type_k=ggml_type(spec.type_k), type_v=ggml_type(spec.type_v)
     ).needs(layout, spec.n_ubatch)
-    return layout.expert_bytes + beside.total_bytes(0)
+    return layout.expert_bytes + beside.total_bytes
 
 
 def compared_system(

@@ -13,38 +13,28 @@ therefore needs memory for twice as many states.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from moegguf.engine.memory_parts import CELLS, RECURRENT, MemoryParts
 
-if TYPE_CHECKING:
-    from moegguf.engine.upstream import UpstreamLlama
 
-
+@dataclass
 class Checkpoints:
-    """The checkpoints of a context; a sequence has at most one. parts: access to the
-    context's memory, which must consist of cells and recurrent states. n_seq_max:
-    number of sequences that can have a checkpoint; the context must have twice as many
-    sequences."""
+    """The checkpoints of a context; a sequence has at most one."""
 
-    def __init__(self, parts: MemoryParts, n_seq_max: int) -> None:
-        self._parts, self._n_seq_max = parts, n_seq_max
-        # {sequence: number of tokens before its checkpoint}.
-        self._ends: dict[int, int] = {}
-
-    @classmethod
-    def of(cls, llm: UpstreamLlama, n_seq_max: int) -> Checkpoints | None:
-        """Returns the checkpoints of the model's context. Returns None if its memory
-        has other parts than cells and recurrent states, such as the cells of a sliding
-        window, because these parts cannot return to a checkpoint."""
-        parts = MemoryParts(llm)
-        return cls(parts, n_seq_max) if parts.all == CELLS | RECURRENT else None
+    # Access to the context's memory, which must consist of cells and recurrent states.
+    parts: MemoryParts
+    # Number of sequences that can have a checkpoint; the context must have twice as
+    # many sequences.
+    n_seq_max: int
+    # {sequence: number of tokens before its checkpoint}.
+    _ends: dict[int, int] = field(default_factory=dict, init=False)
 
     def save(self, sequence: int) -> None:
         """Makes the current state of a sequence its checkpoint. The sequence must have
         a state and no checkpoint."""
-        self._parts.copy(RECURRENT, sequence, self._n_seq_max + sequence)
-        self._ends[sequence] = self._parts.end(CELLS, sequence)
+        self.parts.copy(RECURRENT, sequence, self.n_seq_max + sequence)
+        self._ends[sequence] = self.parts.end(CELLS, sequence)
 
     def restore(self, sequence: int, n_tokens: int) -> int | None:
         """Returns a sequence to its checkpoint if the checkpoint is after at most
@@ -54,19 +44,19 @@ class Checkpoints:
         if (
             end is None
             or not 0 < end <= n_tokens
-            or self._parts.end(CELLS, sequence) < end
+            or self.parts.end(CELLS, sequence) < end
         ):
             return None
-        self._parts.remove(CELLS, sequence, end)
-        self._parts.remove(RECURRENT, sequence)
-        self._parts.copy(RECURRENT, self._n_seq_max + sequence, sequence)
+        self.parts.remove(CELLS, sequence, end)
+        self.parts.remove(RECURRENT, sequence)
+        self.parts.copy(RECURRENT, self.n_seq_max + sequence, sequence)
         self.discard(sequence)
         return end
 
     def discard(self, sequence: int) -> None:
         """Removes the checkpoint of a sequence, if it has one."""
         if self._ends.pop(sequence, None) is not None:
-            self._parts.remove(RECURRENT, self._n_seq_max + sequence)
+            self.parts.remove(RECURRENT, self.n_seq_max + sequence)
 
     def clear(self) -> None:
         """Removes the checkpoints of all sequences."""

@@ -11,7 +11,6 @@ loaded.
 from __future__ import annotations
 
 import ctypes as c
-import os
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ import numpy as np
 
 from moegguf.engine.checkpoints import Checkpoints
 from moegguf.engine.error_log import llama_log
+from moegguf.engine.memory_parts import CELLS, RECURRENT, WHOLE, MemoryParts
 from moegguf.engine.projector import (
     PLACEHOLDER,
     ContextImages,
@@ -47,6 +47,7 @@ from moegguf.errors import (
     MoeggufError,
     OptionError,
 )
+from moegguf.gguf.reader import StrPath
 from moegguf.native import library
 from moegguf.native.events import Phase
 
@@ -164,29 +165,30 @@ class Context:
     """
 
     def __init__(
-        self,
-        llm: UpstreamLlama,
-        loader: Loader,
-        mmproj: str | os.PathLike[str] | None = None,
+        self, llm: UpstreamLlama, loader: Loader, mmproj: StrPath | None = None
     ) -> None:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # `llm` holds this object
-        self._session, self._threads, self._mmproj = (
-            loader.session,
-            loader.threads,
-            mmproj,
-        )
+        self.session = loader.session  # None: there is no expert store
+        self._threads = loader.threads
+        self._mmproj = mmproj
         # Decides which experts to keep and fetch; None: there is no expert store.
         self.controller = loader.controller
         self._bindings = library.llama_cpp()
         self.run_hits = loader.run_hits
         # Sliding window in tokens; 0: there is none.
         self._n_swa = self._bindings.llama_model_n_swa(llm.model)
-        self._rollback = Rollback(
-            loader.load_plan.plan.n_rs_seq,
+        self.memory = MemoryParts(self._llm)
+        plan = loader.load_plan.plan
+        # Sequences cannot return to a checkpoint with other parts of the memory, such
+        # as the cells of a sliding window.
+        has_checkpoints = plan.n_checkpoints and self.memory.all == CELLS | RECURRENT
+        # Tracks by how many tokens each sequence can be rolled back.
+        self.rollback = Rollback(
+            plan.n_rs_seq,
             min(llm.context_params.n_ubatch, llm.n_batch),
             own_cells=not shares_cells(loader.load_plan.layout),
-            checkpoints=Checkpoints.of(self._llm, loader.n_seq_max)
-            if loader.load_plan.plan.n_checkpoints
+            checkpoints=Checkpoints(self.memory, loader.n_seq_max)
+            if has_checkpoints
             else None,
         )
         self._evaluated: tuple[int, ...] = (0,)  # sequences of the last pass
@@ -200,7 +202,7 @@ class Context:
         )
         # Indices of the last pass's tokens that have logits.
         self._chunk_rows: list[int] = []
-        self._requests = Requests()
+        self.requests = Requests()  # numbers the requests in routing events
         self._projector: Projector | None = None
         self._projector_lock = threading.Lock()
         self._closed = False
@@ -224,7 +226,7 @@ class Context:
         if self._closed:
             raise ClosedError("the model is closed; load it again.")
         # Fork() does not copy the store's threads.
-        if self._session is not None and self._session.forked:
+        if self.session is not None and self.session.forked:
             raise ForkError(
                 "the model was loaded before fork(); load it in this process, or start this process with spawn."
             )
@@ -233,8 +235,8 @@ class Context:
         """Returns the counters since the model was loaded, as `Llama.stats` does."""
         self.check_open()
         stats = (
-            self._session.stats(self.eval_s)
-            if self._session
+            self.session.stats(self.eval_s)
+            if self.session
             else Stats(eval_s=self.eval_s)
         )
         n_threads = self._threads.n_threads if self._threads else self._llm.n_threads
@@ -245,17 +247,11 @@ class Context:
         """Raises CallbackError if the caller is a policy, predictor or listener of this
         model. Such a call would never return, because the model waits until its
         callback has returned."""
-        if self._session is not None and self._session.store.calls_back:
+        if self.session is not None and self.session.store.calls_back:
             raise CallbackError(
                 "a policy, predictor or listener cannot use the model that calls it, because the model would wait"
                 " for itself; use another model, or use this model from another thread after the call has returned."
             )
-
-    def pause_fill(self, on: bool) -> None:
-        """Pauses (True) or resumes (False) the filling of free slots in the background
-        (`Store.pause_fill`)."""
-        if self._session is not None:
-            self._session.store.pause_fill(on)
 
     def check_weights(self) -> None:
         """Raises CapabilityError if the model has no weights (vocab_only). Also raises
@@ -280,16 +276,6 @@ class Context:
 
     # Requests.
 
-    @property
-    def next_request(self) -> int:
-        """The number that the next request will have in routing events."""
-        return self._requests.sequence + 1
-
-    def begin_request(self) -> int:
-        """Begins a request that `eval_sequences` evaluates. Returns the request's
-        number in routing events."""
-        return self._requests.begin()
-
     def as_request(
         self, steps: Generator[Step, Any, None], keeps_logits: bool = False
     ) -> Generator[Step, Any, None]:
@@ -309,7 +295,7 @@ class Context:
             self._llm._requires_eval = self._llm._requires_eval or not keeps_logits
             yield from steps
 
-        return self._requests.run(with_own_logits())
+        return self.requests.run(with_own_logits())
 
     # Evaluations.
 
@@ -318,10 +304,8 @@ class Context:
         sequence to its earlier tokens, so that the call can be repeated, but empties a
         sequence with a recurrent state."""
         with self._guarded():
-            llm, phase = (
-                self._llm,
-                self._requests.next_phase(self._llm.n_tokens, len(tokens)),
-            )
+            llm = self._llm
+            phase = self.requests.next_phase(self._llm.n_tokens, len(tokens))
             self.images.truncate(llm.n_tokens)
             # This removes the cells left by a failed pass.
             if not llm._ctx.kv_cache_seq_rm(0, self.images.position(llm.n_tokens), -1):
@@ -334,7 +318,7 @@ class Context:
                 self._evaluate(
                     [
                         SequenceTokens(
-                            0, batch, llm.n_tokens, self._requests.sequence, phase
+                            0, batch, llm.n_tokens, self.requests.sequence, phase
                         )
                     ]
                 )
@@ -369,24 +353,22 @@ class Context:
             self.images.position,
             all_logits=llm._logits_all and len(chunks) == 1,
         )
-        n_logits = np.count_nonzero(self._batch.logits[: self._batch.batch.n_tokens])
-        if n_logits > self.n_logits:  # llama.cpp would abort the process
+        with_logits = np.flatnonzero(self._batch.logits[: self._batch.batch.n_tokens])
+        if len(with_logits) > self.n_logits:  # llama.cpp would abort the process
             raise OptionError(
-                f"{n_logits} tokens of a pass have logits, but its buffers hold {self.n_logits}; evaluate fewer at a"
-                " time, or load the model with logits_all=True."
+                f"{len(with_logits)} tokens of a pass have logits, but its buffers hold {self.n_logits}; evaluate fewer"
+                " at a time, or load the model with logits_all=True."
             )
         self._announce(chunks)
-        self._rollback.before_pass(chunks)
+        self.rollback.before_pass(chunks)
         self.computed(
             lambda: llm._ctx.decode(self._batch),
             sum(chunk.n_evaluated for chunk in chunks),
         )
-        self._rollback.note_pass(chunks)
+        self.rollback.note_pass(chunks)
         if self.after_pass is not None:
             self.after_pass(self._batch.batch)
-        self._chunk_rows = np.flatnonzero(
-            self._batch.logits[: self._batch.batch.n_tokens]
-        ).tolist()
+        self._chunk_rows = with_logits.tolist()
         for chunk in chunks:
             if chunk.sequence == 0:
                 llm.n_tokens = chunk.n_past + len(chunk.tokens)
@@ -403,7 +385,8 @@ class Context:
     def _announce(self, chunks: Sequence[SequenceTokens]) -> None:
         """Announces the next pass to the controller. Also announces its tokens, with
         their requests and phases, to the store if the store needs them."""
-        first, session = chunks[0], self._session
+        first = chunks[0]
+        session = self.session
         if session is None:
             return
         decodes = all(chunk.phase == Phase.DECODE for chunk in chunks)
@@ -416,18 +399,12 @@ class Context:
             )
         if not session.store.context.awaits_tokens(first.request, first.phase):
             return
-        n, each = (
-            self._batch.batch.n_tokens,
-            [chunk for chunk in chunks for _ in range(chunk.n_evaluated)],
-        )
-        sequences, phases = (
-            [chunk.request for chunk in each],
-            [chunk.phase for chunk in each],
-        )
-        tokens, outputs = (
-            self._batch.tokens[:n].tolist(),
-            self._batch.logits[:n].tolist(),
-        )
+        n = self._batch.batch.n_tokens
+        each = [chunk for chunk in chunks for _ in range(chunk.n_evaluated)]
+        sequences = [chunk.request for chunk in each]
+        phases = [chunk.phase for chunk in each]
+        tokens = self._batch.tokens[:n].tolist()
+        outputs = self._batch.logits[:n].tolist()
         session.store.context.announce(sequences, phases, tokens, outputs)
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
@@ -435,15 +412,16 @@ class Context:
         tokens before the image. request: the request's number in routing events. Raises
         the same errors as an evaluation, and OptionError for a damaged image."""
         with self._guarded():
-            llm, projector = self._llm, self.open_projector()
+            llm = self._llm
+            projector = self.open_projector()
             assert projector is not None
             if self.controller is not None:
                 self.controller.before_tokens(Phase.PREFILL)
-            if self._session is not None:
-                self._session.store.context.announce(request, Phase.PREFILL, ())
+            if self.session is not None:
+                self.session.store.context.announce(request, Phase.PREFILL, ())
             self.truncate(span.begin)
             self._evaluated = (0,)
-            self._rollback.clear()
+            self.rollback.clear()
             sizes = (
                 self.images.position(span.begin),
                 llm.n_batch,
@@ -470,11 +448,11 @@ class Context:
         """Runs `call` as one request and returns its result. `call` evaluates the
         tokens itself. tokens: the tokens that `call` evaluates; empty if unknown."""
         with self._guarded():
-            self._rollback.clear()
+            self.rollback.clear()
             self._llm._requires_eval = True
-            number = self._requests.begin()
-            if self._session is not None:
-                self._session.store.context.announce(number, Phase.PREFILL, tokens)
+            number = self.requests.begin()
+            if self.session is not None:
+                self.session.store.context.announce(number, Phase.PREFILL, tokens)
             return self.computed(call, len(tokens))
 
     def computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
@@ -497,12 +475,10 @@ class Context:
         self.check_caller()
         with self.lock:
             self.check_weights()
-            session, llm, before, start_s = (
-                self._session,
-                self._llm,
-                self._llm.n_tokens,
-                time.perf_counter(),
-            )
+            session = self.session
+            llm = self._llm
+            before = self._llm.n_tokens
+            start_s = time.perf_counter()
             if session is not None:
                 # A failure, or an exception in a callback, since the last call.
                 session.raise_failure()
@@ -546,7 +522,8 @@ class Context:
         scale, which this class does not record. Does nothing for a model without an
         adapter.
         """
-        llm, bindings = self._llm, self._bindings
+        llm = self._llm
+        bindings = self._bindings
         if llm._lora_adapter is None:
             return
         wanted = llm.lora_scale if scale is None else scale
@@ -557,7 +534,8 @@ class Context:
             bindings.llama_set_adapters_lora(
                 llm.ctx, adapters, int(wanted != 0), (c.c_float * 1)(wanted)
             )
-            self.lora_scale, llm._requires_eval = wanted, True
+            self.lora_scale = wanted
+            llm._requires_eval = True
 
     # Logits.
 
@@ -592,49 +570,29 @@ class Context:
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
         if position == 0:
             return True
-        memory = self._llm._ctx.memory
         if self._llm._is_stateful:
-            n_lost = self._end(sequence) - position
-            return n_lost == 0 or 0 < n_lost <= self._rollback.n_back(sequence)
-        first = (
-            self._bindings.llama_memory_seq_pos_min(memory, sequence)
-            if self._n_swa
-            else 0
-        )
-        return bool(first <= max(0, position - self._n_swa + 1))
+            n_lost = self.memory.end(WHOLE, sequence) - position
+            return n_lost == 0 or 0 < n_lost <= self.rollback.n_back(sequence)
+        first = self.memory.first(WHOLE, sequence) if self._n_swa else 0
+        return first <= max(0, position - self._n_swa + 1)
 
     @property
     def returns_to_checkpoints(self) -> bool:
         """True if a sequence returns to a checkpoint when drafted tokens are rejected,
         because llama.cpp cannot roll its state back."""
-        return self._rollback.checkpoints is not None
+        return self.rollback.checkpoints is not None
 
     def return_to_checkpoint(self, n_tokens: int, sequence: int) -> int:
         """Restores the checkpoint that the last pass saved, if a sequence cannot be cut
         to its first `n_tokens` and the checkpoint has no more tokens. Returns the
         number of tokens to which the caller should cut the sequence: the checkpoint's
         number, or `n_tokens` if nothing was restored."""
-        checkpoints = self._rollback.checkpoints
+        checkpoints = self.rollback.checkpoints
         if checkpoints is None or self.keeps(n_tokens, sequence):
             return n_tokens
         with self.lock:
             end = checkpoints.restore(sequence, n_tokens)
         return n_tokens if end is None else end
-
-    def most_lost(self, sequences: Sequence[int]) -> int:
-        """Returns the maximum number of tokens by which each of these sequences can be
-        rolled back after a pass (`Rollback.most_lost`). Call this only for a model with
-        a recurrent state; other models have no such limit."""
-        return self._rollback.most_lost(sequences)
-
-    def _end(self, sequence: int) -> int:
-        """Returns the position after the last token of a sequence."""
-        return (
-            int(
-                self._bindings.llama_memory_seq_pos_max(self._llm._ctx.memory, sequence)
-            )
-            + 1
-        )
 
     def _remove(self, sequence: int, first: int, last: int) -> bool:
         """Removes a sequence's tokens from position `first` up to but not including
@@ -642,37 +600,32 @@ class Context:
         and changes nothing, if the state cannot be rolled back that far. The base class
         passes sequence -1, which stands for sequence 0 here."""
         sequence = max(0, sequence)
-        n_lost = self._end(sequence) - first
-        if first > 0 and n_lost > self._rollback.n_back(sequence):
+        n_lost = self.memory.end(WHOLE, sequence) - first
+        if first > 0 and n_lost > self.rollback.n_back(sequence):
             return False
-        removed = bool(
-            self._bindings.llama_memory_seq_rm(
-                self._llm._ctx.memory, sequence, first, last
-            )
-        )
+        removed = self.memory.remove(WHOLE, sequence, first, last)
         if first <= 0:
-            self._rollback.forget(sequence)
+            self.rollback.forget(sequence)
         elif n_lost > 0:
-            self._rollback.note_restored(sequence)
+            self.rollback.note_restored(sequence)
         return removed
 
     def cut(self, n_tokens: int, sequence: int = 0) -> bool:
         """Cuts a sequence to its first `n_tokens`. Returns False, and changes nothing,
         if `keeps` returns False."""
-        llm, memory = self._llm, self._llm._ctx.memory
+        llm = self._llm
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
         if not self.keeps(n_tokens, sequence):
             return False
         if llm._is_stateful:
             kept = self._remove(sequence, position, -1)
         else:
-            kept = bool(
-                self._bindings.llama_memory_seq_rm(memory, sequence, position, -1)
-            )
+            kept = self.memory.remove(WHOLE, sequence, position)
         if sequence == 0 and kept:
             self.images.truncate(n_tokens)
             # The logits belong to other tokens.
-            llm.n_tokens, llm._requires_eval = n_tokens, True
+            llm.n_tokens = n_tokens
+            llm._requires_eval = True
         return kept
 
     def truncate(self, n_tokens: int, sequence: int = 0) -> bool:
@@ -687,13 +640,8 @@ class Context:
 
     def forget(self, sequence: int) -> None:
         """Empties a sequence."""
-        self._bindings.llama_memory_seq_rm(self._llm._ctx.memory, sequence, -1, -1)
-        self._rollback.forget(sequence)
-
-    def note_state(self, sequence: int) -> None:
-        """Discards a sequence's snapshots and checkpoint after a saved state has been
-        written into the sequence. They belong to other tokens."""
-        self._rollback.forget(sequence)
+        self.memory.remove(WHOLE, sequence)
+        self.rollback.forget(sequence)
 
     def _drop_failed(self) -> None:
         """Empties the sequence of a failed pass. If the pass had several sequences,
@@ -705,11 +653,6 @@ class Context:
         else:
             self.clear()
 
-    def can_copy(self, sequence: int) -> bool:
-        """Returns True if the state of a sequence can be copied. A state that was
-        rolled back can be copied only after the sequence's next pass."""
-        return self._rollback.can_copy(sequence)
-
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
         """Copies the first `n_tokens` of `source` into `target`, and drops the earlier
         tokens of `target`. Returns False, and changes nothing, if some of the tokens to
@@ -717,26 +660,30 @@ class Context:
         if `source` does not have exactly these tokens, or has not been evaluated since
         a rollback.
         """
-        memory, first, last = self._llm._ctx.memory, 0, n_tokens
+        first = 0
+        last = n_tokens
         if self._llm._is_stateful:
-            if self._end(source) != n_tokens or not self._rollback.can_copy(source):
+            end = self.memory.end(WHOLE, source)
+            if end != n_tokens or not self.rollback.can_copy(source):
                 return False
             first = last = -1
-        elif self._bindings.llama_memory_seq_pos_min(memory, source) != 0:
+        elif self.memory.first(WHOLE, source) != 0:
             return False
         self.forget(target)
-        self._bindings.llama_memory_seq_cp(memory, source, target, first, last)
-        self._rollback.note_shared(source, target)
+        self.memory.copy(WHOLE, source, target, first, last)
+        self.rollback.note_shared(source, target)
         # The copied tokens are not known here; PLACEHOLDER matches no token of a later
         # prompt.
         if target == 0:
-            self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
+            self._llm.n_tokens = n_tokens
+            self._llm._requires_eval = True
             self._llm.input_ids[:n_tokens] = PLACEHOLDER
         return True
 
     def read_state(self, sequence: int) -> bytes:
         """Returns a sequence's state, as llama.cpp serializes it."""
-        llm, bindings = self._llm, self._bindings
+        llm = self._llm
+        bindings = self._bindings
         with self.lock:
             data = np.empty(
                 bindings.llama_state_seq_get_size(llm.ctx, sequence), np.uint8
@@ -751,23 +698,21 @@ class Context:
         """Writes a saved state of `tokens` into an empty sequence. Returns False, and
         leaves the sequence empty, if llama.cpp cannot place the state, or if the state
         does not end after `tokens`."""
-        llm, bindings = self._llm, self._bindings
+        llm = self._llm
+        bindings = self._bindings
         with self.lock:
             data = np.frombuffer(state, np.uint8).ctypes.data_as(c.POINTER(c.c_uint8))
             done = bool(
                 bindings.llama_state_seq_set_data(llm.ctx, data, len(state), sequence)
             )
-            self.note_state(sequence)
-            is_theirs = (
-                bindings.llama_memory_seq_pos_max(llm._ctx.memory, sequence)
-                == len(tokens) - 1
-            )
-            if not (done and is_theirs):
+            self.rollback.forget(sequence)
+            if not done or self.memory.end(WHOLE, sequence) != len(tokens):
                 self.truncate(0, sequence)
                 return False
             if sequence == 0:
                 self.images.truncate(0)
-                llm.n_tokens, llm._requires_eval = len(tokens), True
+                llm.n_tokens = len(tokens)
+                llm._requires_eval = True
                 llm.input_ids[: len(tokens)] = tokens
         return True
 
@@ -783,7 +728,7 @@ class Context:
     def clear(self) -> None:
         """Empties all sequences, so the next token is at position 0."""
         self._bindings.llama_memory_clear(self._llm._ctx.memory, False)
-        self._rollback.clear()
+        self.rollback.clear()
         self._llm.reset()
 
     @property
@@ -807,7 +752,8 @@ class Context:
         self.check_caller()
         with self.lock:
             self.check_open()
-            llm, end = self._llm, n_keep + n_discard
+            llm = self._llm
+            end = n_keep + n_discard
             llm._ctx.kv_cache_seq_rm(0, n_keep, end)
             llm._ctx.kv_cache_seq_shift(0, end, llm.n_tokens, -n_discard)
             llm.input_ids[n_keep : llm.n_tokens - n_discard] = llm.input_ids[

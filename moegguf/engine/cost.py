@@ -181,7 +181,8 @@ class Speeds:
         """Returns assumed speeds of a device that was not measured, from its memory
         bandwidth, its link and the CPU's speed. The link's latency becomes the time of
         a stop at a layer (`stop_s`); a latency of 0 is replaced by STOP_S."""
-        copies, stop_s = Link(link.bytes_per_s), link.latency_s or STOP_S
+        copies = Link(link.bytes_per_s)
+        stop_s = link.latency_s or STOP_S
         return cls(
             KERNEL_SHARE * memory_bytes_per_s,
             copies,
@@ -229,10 +230,8 @@ class Placement:
     @property
     def speeds(self) -> str:
         """The prompt and answer speeds, worded as part of a sentence."""
-        prompt, answer = (
-            format_speed(self.prompt_tokens_per_s),
-            format_speed(self.tokens_per_s),
-        )
+        prompt = format_speed(self.prompt_tokens_per_s)
+        answer = format_speed(self.tokens_per_s)
         return f"{prompt} tokens/s of a prompt and {answer} of an answer"
 
     def __str__(self) -> str:
@@ -439,10 +438,8 @@ class HitRates:
         answers have reached on this machine."""
         found = published_curve(self.layout.n_expert, self.layout.n_expert_used)
         if self.measured and self.measured.hit_rates:
-            policy, n = (
-                self.measured.choose(0.5).policy,
-                self.measured.about.get("requests", "some"),
-            )
+            policy = self.measured.choose(0.5).policy
+            n = self.measured.about.get("requests", "some")
             found = HitCurve(
                 self.measured.hit_rates[policy],
                 f"measured on this model: {n} requests, {policy}",
@@ -468,12 +465,12 @@ class HitRates:
         hits = reached_range(
             self.layout, n_slots, self.curve(), self.of_answers
         ) or self.range_at(n_slots)
-        cycle, model = self.layout.token_cycle_bytes, ModelBytes.of(self.layout)
-        most, least = round(cycle * (1 - hits.low)), round(cycle * (1 - hits.high))
+        cycle = self.layout.token_cycle_bytes
+        model = ModelBytes.of(self.layout)
+        most = round(cycle * (1 - hits.low))
+        least = round(cycle * (1 - hits.high))
         slow = fast = None
         if speeds is not None:
-            slow, fast = (
-                SPEED_SPREAD / cpu_s(model, speeds, 1 - hits.low),
-                1 / cpu_s(model, speeds, 1 - hits.high),
-            )
+            slow = SPEED_SPREAD / cpu_s(model, speeds, 1 - hits.low)
+            fast = 1 / cpu_s(model, speeds, 1 - hits.high)
         return Expected(hits.low, hits.high, least, most, slow, fast, hits.basis)

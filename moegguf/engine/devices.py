@@ -40,7 +40,8 @@ class BackendDevice(NamedTuple):
     def memory(self) -> tuple[int, int]:
         """Returns (free bytes, total bytes). The call makes some drivers reserve device
         memory for this process."""
-        free, total = c.c_size_t(), c.c_size_t()
+        free = c.c_size_t()
+        total = c.c_size_t()
         _ggml().ggml_backend_dev_memory(self.handle, c.byref(free), c.byref(total))
         return free.value, total.value
 
@@ -49,12 +50,10 @@ class BackendDevice(NamedTuple):
 def _ggml() -> Any:
     """Returns libggml, which the native library has loaded, with the signatures of its
     device functions declared."""
-    ggml, name, device, size = (
-        library.ggml(),
-        c.c_char_p,
-        c.c_void_p,
-        c.POINTER(c.c_size_t),
-    )
+    ggml = library.ggml()
+    name = c.c_char_p
+    device = c.c_void_p
+    size = c.POINTER(c.c_size_t)
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "dev_count": (c.c_size_t, []),
         "dev_get": (device, [c.c_size_t]),
@@ -67,13 +66,15 @@ def _ggml() -> Any:
     }
     for short, (result, arguments) in signatures.items():
         function = getattr(ggml, f"ggml_backend_{short}")
-        function.restype, function.argtypes = result, arguments
+        function.restype = result
+        function.argtypes = arguments
     return ggml
 
 
 def all_devices() -> list[BackendDevice]:
     """Returns every device of every backend that the native library has loaded."""
-    ggml, found = _ggml(), list[BackendDevice]()
+    ggml = _ggml()
+    found = list[BackendDevice]()
     for handle in map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count())):
         backend = ggml.ggml_backend_reg_name(ggml.ggml_backend_dev_backend_reg(handle))
         said = (
@@ -81,10 +82,8 @@ def all_devices() -> list[BackendDevice]:
             ggml.ggml_backend_dev_description(handle),
             backend,
         )
-        kind, (name, about, of) = (
-            ggml.ggml_backend_dev_type(handle),
-            (text.decode(errors="replace") for text in said),
-        )
+        kind = ggml.ggml_backend_dev_type(handle)
+        name, about, of = (text.decode(errors="replace") for text in said)
         found.append(
             BackendDevice(
                 handle,
@@ -157,7 +156,8 @@ def query_gpus() -> list[Device]:
         return [Device(**fields) for fields in json.loads(asked.stdout)]
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise BudgetError(
-            f"the devices of this machine could not be listed ({error}); try `moegguf doctor`."
+            f"the GPUs of this machine could not be listed ({error}); run `moegguf doctor` to see why, or use placement"
+            " 'cpu'."
         ) from None
 
 

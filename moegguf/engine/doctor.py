@@ -135,7 +135,8 @@ def _build() -> Facts:
 
 def _text_of(function: Any) -> str:
     """Calls a C function without arguments, and returns its result as text."""
-    function.restype, function.argtypes = c.c_char_p, []
+    function.restype = c.c_char_p
+    function.argtypes = []
     return str(function().decode(errors="replace"))
 
 
@@ -150,7 +151,8 @@ def read_pin() -> dict[str, str]:
     folder = library.find_library()
     if not (pin := plugins.read_pin(folder)):
         raise LibraryError(
-            f"{folder} has no file UPSTREAM, so an older moegguf probably built the library; build moegguf again."
+            f"{folder} has no file UPSTREAM, so an older moegguf probably built the library; install moegguf again, or"
+            " run `make`."
         )
     return pin
 
@@ -197,7 +199,8 @@ def _cards() -> Facts:
 
 
 def _machine() -> Facts:
-    processor, n_cpu = read_processor(), count_cpus()
+    processor = read_processor()
+    n_cpu = count_cpus()
     return {
         "cpu": processor.model,
         "cpu_flags": [flag for flag in CPU_FLAGS if flag in processor.flags],

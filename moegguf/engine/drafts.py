@@ -33,6 +33,7 @@ from moegguf.errors import (
     OptionError,
 )
 from moegguf.gguf.experts import HEADS_ARCHS, ExpertLayout, read_layout
+from moegguf.gguf.reader import StrPath
 from moegguf.models.catalog import find_model
 from moegguf.native import library
 from moegguf.options import DRAFTS
@@ -85,13 +86,16 @@ def _library() -> c.CDLL:
     loaded = library.open_part("moegguf-drafts")
     for name in ("open", "set_tokens", "draft", "evaluated", "accept"):
         function = getattr(loaded, f"drafts_{name}")
-        function.restype, function.errcheck = c.c_char_p, _check
+        function.restype = c.c_char_p
+        function.errcheck = _check
     return loaded
 
 
 def _check(reason: bytes | None, *_: object) -> None:
     if reason is not None:
-        raise MoeggufError(f"drafting failed: {reason.decode(errors='replace')}")
+        raise MoeggufError(
+            f"drafting failed: {reason.decode(errors='replace')}; load the model with draft='off'."
+        )
 
 
 class Drafts:
@@ -115,7 +119,9 @@ class Drafts:
         draft: int = 0,
         heads: bool = False,
     ) -> None:
-        self._library, self._handle, self.n_max = _library(), c.c_void_p(), n_max
+        self._library = _library()
+        self._handle = c.c_void_p()
+        self.n_max = n_max
         self.least_key = 0 if draft else min(keys)
         config = _Config((c.c_int32 * 2)(*keys), n_seq, n_max, target, draft, heads)
         self._library.drafts_open(c.byref(config), c.byref(self._handle))
@@ -137,7 +143,8 @@ class Drafts:
         for row, (request, (sequence, n_most)) in enumerate(
             zip(self._requests, wanted, strict=False)
         ):
-            request.sequence, request.n_max[:] = sequence, n_most
+            request.sequence = sequence
+            request.n_max[:] = n_most
             request.tokens = self._tokens[row].ctypes.data
         self._library.drafts_draft(self._handle, self._requests, len(wanted))
         return [
@@ -159,12 +166,13 @@ class Drafts:
 
     def close(self) -> None:
         """Frees the native drafter. A second call does nothing."""
-        handle, self._handle = self._handle, c.c_void_p()
+        handle = self._handle
+        self._handle = c.c_void_p()
         self._library.drafts_close(handle)
 
 
 def drafted(
-    layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_attn: bool | None
+    layout: ExpertLayout, draft: StrPath | None, flash_attn: bool | None
 ) -> ExpertLayout:
     """Returns the layout to load for this `draft` option. The layout includes the
     model's heads (MTP) if the heads may draft. With "auto", the heads may draft only if
@@ -195,8 +203,9 @@ class ModelDrafts:
     cannot load it.
     """
 
-    def __init__(self, draft: str | os.PathLike[str]) -> None:
-        self._bindings, self._chosen = library.llama_cpp(), os.fspath(draft)
+    def __init__(self, draft: StrPath) -> None:
+        self._bindings = library.llama_cpp()
+        self._chosen = os.fspath(draft)
         self._model = self._context = None
         self.in_use = "off"
         self.drafts: Drafts | None = None
@@ -210,7 +219,8 @@ class ModelDrafts:
             ) from None
         read_layout(path)
         params = self._bindings.llama_model_default_params()
-        params.n_gpu_layers, params.use_mmap = 0, False
+        params.n_gpu_layers = 0
+        params.use_mmap = False
         with readable(path) as known:
             self._model = self._bindings.llama_model_load_from_file(
                 known.read_as, params
@@ -266,19 +276,21 @@ class ModelDrafts:
             llm.context.after_pass = self.drafts.evaluated
 
     def _new_context(self, llm: Any, n_seq: int, has_heads: bool) -> Any:
-        bindings, params = self._bindings, self._bindings.llama_context_default_params()
+        bindings = self._bindings
+        params = self._bindings.llama_context_default_params()
         if has_heads:
             params = type(llm.context_params).from_buffer_copy(llm.context_params)
-            params.ctx_type, params.ctx_other = bindings.LLAMA_CONTEXT_TYPE_MTP, llm.ctx
+            params.ctx_type = bindings.LLAMA_CONTEXT_TYPE_MTP
+            params.ctx_other = llm.ctx
             params.n_rs_seq = 0
-            params.n_outputs_max, params.n_ubatch = (
-                n_seq,
-                min(HEADS_UBATCH_TOKENS, llm.n_batch),
-            )
+            params.n_outputs_max = n_seq
+            params.n_ubatch = min(HEADS_UBATCH_TOKENS, llm.n_batch)
             params.cb_eval = bindings.ggml_backend_sched_eval_callback()
             params.abort_callback = bindings.ggml_abort_callback()
         params.n_ctx = bindings.llama_n_ctx(llm.ctx) + n_seq * N_MAX
-        params.n_seq_max, params.kv_unified, params.n_batch = n_seq, True, llm.n_batch
+        params.n_seq_max = n_seq
+        params.kv_unified = True
+        params.n_batch = llm.n_batch
         params.n_threads = params.n_threads_batch = llm.n_threads
         context = bindings.llama_init_from_model(
             llm.model if has_heads else self._model, params

@@ -55,7 +55,8 @@ def llama_log() -> ErrorLog:
     """Returns the error log of llama.cpp in this process. A callback that was set
     earlier still receives all lines."""
     bindings = llama_cpp()
-    before, user_data = bindings.llama_log_callback(), c.c_void_p()
+    before = bindings.llama_log_callback()
+    user_data = c.c_void_p()
     bindings.llama_log_get(c.byref(before), c.byref(user_data))
     return ErrorLog(
         "llama.cpp",

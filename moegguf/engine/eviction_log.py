@@ -38,7 +38,8 @@ class EvictionLog(RoutingListener):
         if time.monotonic() - self._logged_s < PERIOD_S:
             return
         now = self._store.residency() > 0
-        before, self._before = self._before, now
+        before = self._before
+        self._before = now
         if before is None or not (before & ~now).any():
             return
         self._logged_s = time.monotonic()

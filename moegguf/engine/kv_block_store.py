@@ -96,7 +96,8 @@ def _opened(path: Path, n_head: int = 0) -> StoredBlock | None:
         suppress(OSError, ValueError, TypeError, struct.error),
         open_regular(path, own=True) as file,
     ):
-        first, info = file.read(MOST_HEADER_BYTES + n_head), os.fstat(file.fileno())
+        first = file.read(MOST_HEADER_BYTES + n_head)
+        info = os.fstat(file.fileno())
         magic, digest, n_about = _HEADER.unpack_from(first)
         begin = _HEADER.size + n_about
         if magic == MAGIC and begin <= min(info.st_size, MOST_HEADER_BYTES):
@@ -148,14 +149,10 @@ class KVBlocks:
     def add(self, block: StoredBlock) -> int:
         """Adds a block. Returns an address that represents the block's state. The same
         thread must then pass this address to MemoryParts.set_state."""
-        digest, state = (
-            (c.c_uint8 * DIGEST_BYTES).from_buffer_copy(block.digest),
-            c.c_void_p(),
-        )
-        n_bytes, prefix = (
-            block.n_bytes - block.begin,
-            c.cast(c.c_char_p(block.prefix), c.c_void_p),
-        )
+        digest = (c.c_uint8 * DIGEST_BYTES).from_buffer_copy(block.digest)
+        state = c.c_void_p()
+        n_bytes = block.n_bytes - block.begin
+        prefix = c.cast(c.c_char_p(block.prefix), c.c_void_p)
         given = abi.KvBlock(
             os.fsencode(block.path),
             block.begin,
@@ -200,10 +197,8 @@ class KvBlockStore:
                 os.chmod(folder, 0o700)
             remove_abandoned(folder.glob(".block.*"))
             if limit_bytes is None:
-                disk, used_bytes = (
-                    os.statvfs(folder),
-                    sum(info.st_size for _, info in _files(folder)),
-                )
+                disk = os.statvfs(folder)
+                used_bytes = sum(info.st_size for _, info in _files(folder))
                 free_bytes = disk.f_bavail * disk.f_frsize + used_bytes
                 self.limit_bytes = min(free_bytes // AUTO_SHARE, MOST_AUTO_BYTES)
         except OSError as error:
@@ -245,10 +240,8 @@ class KvBlockStore:
         if self.is_off or n_bytes > self.limit_bytes or begin > MOST_HEADER_BYTES:
             return False
         body = [header, *parts]
-        first, temporary = (
-            _HEADER.pack(MAGIC, _digest(name.encode(), body), len(header)),
-            "",
-        )
+        first = _HEADER.pack(MAGIC, _digest(name.encode(), body), len(header))
+        temporary = ""
         try:
             self._make_room(n_bytes)
             path = self._path(name)
@@ -288,10 +281,8 @@ class KvBlockStore:
         if self._room_bytes >= 0:
             return
         files = sorted(_files(self.folder), key=lambda file: file[1].st_mtime_ns)
-        used_bytes, most = (
-            n_bytes + sum(info.st_size for _, info in files),
-            self.limit_bytes,
-        )
+        used_bytes = n_bytes + sum(info.st_size for _, info in files)
+        most = self.limit_bytes
         if used_bytes > most:
             most = most * KEPT_PARTS[0] // KEPT_PARTS[1]
         for path, info in files:

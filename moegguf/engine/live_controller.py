@@ -103,28 +103,21 @@ class ControllerOptions:
         )
 
 
+@dataclass(eq=False)
 class LiveController:
     """The controller of one model. `controller` is None if the store decides alone,
     with the policy `native_policy`, and after close().
 
     `policy_below` is the policy of slots in RAM below a device's slots.
-
-    n_sequences: number of sequences that the context holds.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        artifacts: Artifacts,
-        options: ControllerOptions,
-        n_sequences: int,
-    ) -> None:
-        self.session, self.artifacts, self.options, self.n_sequences = (
-            session,
-            artifacts,
-            options,
-            n_sequences,
-        )
+    session: Session
+    artifacts: Artifacts
+    options: ControllerOptions
+    n_sequences: int  # number of sequences that the context holds
+
+    def __post_init__(self) -> None:
+        """Chooses the policy and the predictor, and starts listening if necessary."""
         self.controller: Controller | None = None
         self.native_policy = self.policy_below = LRU.name
         self.choice = ControllerChoice()
@@ -155,13 +148,12 @@ class LiveController:
         """Creates the controller that the options choose. plain: as in `_choose`. Every
         failure is raised as a MoeggufError."""
         policy: str | AnyPolicy = self.options.policy
-        predictor, prefetch = self.options.predictor, self.options.prefetch
-        lockstep, store, plan, link_ns = (
-            self.options.lockstep,
-            self.session.store,
-            self.session.plan,
-            None,
-        )
+        predictor = self.options.predictor
+        prefetch = self.options.prefetch
+        lockstep = self.options.lockstep
+        store = self.session.store
+        plan = self.session.plan
+        link_ns = None
         if prefetch is None and plan.on_device:
             # Unless the user asked for it, prefetching is tried only while the link is
             # busy. A trial copies router inputs from the device, which costs more than
@@ -225,7 +217,8 @@ class LiveController:
         LRU if a measurement of the model was found, and next-use otherwise. Nothing is
         predicted unless the options name a predictor or switch prefetching on.
         """
-        options, auto = self.options, self.options.policy == AUTO
+        options = self.options
+        auto = self.options.policy == AUTO
         measured = self._measured = (
             self._measured if plain else self.artifacts.measured()
         )
@@ -282,7 +275,8 @@ class LiveController:
         if ended and self._keeps and isinstance(controller.predictor, EamcPredictor):
             # Saves after every CHECKPOINT_REQUESTS requests (MoE-Infinity, appendix
             # B.2), so that a killed process loses little.
-            before, self._n_ended = self._n_ended, self._n_ended + len(ended)
+            before = self._n_ended
+            self._n_ended = self._n_ended + len(ended)
             if self._n_ended // CHECKPOINT_REQUESTS > before // CHECKPOINT_REQUESTS:
                 self.artifacts.save_collection(
                     controller.shape, controller.predictor.eamc.weights()
@@ -305,10 +299,8 @@ class LiveController:
     def update(self) -> None:
         """Starts or stops listening, depending on whether there is anything to decide.
         Call this after pools have changed size."""
-        self._has_absent_experts, listeners = (
-            not self.session.store.info()["resident"],
-            self.session.listeners,
-        )
+        self._has_absent_experts = not self.session.store.info()["resident"]
+        listeners = self.session.listeners
         needed = (
             self.controller is not None
             and self._has_absent_experts
@@ -334,10 +326,8 @@ class LiveController:
             name = f"vram={name},ram={self.policy_below}"
         if controller is None:
             return {"policy": name, "predictor": "none", "prefetch": "off"}
-        watchdog, prefetch = (
-            controller.watchdog,
-            "on" if controller.prefetching else "paused",
-        )
+        watchdog = controller.watchdog
+        prefetch = "on" if controller.prefetching else "paused"
         if not self._has_absent_experts or not controller.may_prefetch:
             prefetch = "off"
         elif watchdog is not None and not watchdog.resting:
@@ -376,7 +366,8 @@ class LiveController:
             self.session.listeners.remove(self)
         self.controller.stop()
         self.session.listeners.remove(self)  # events may still arrive until this line
-        controller, self.controller = self.controller, None
+        controller = self.controller
+        self.controller = None
         self._listening = False
         if (
             controller.n_events > 0
@@ -390,8 +381,6 @@ class LiveController:
 def _titled(choice: ControllerChoice) -> str:
     """Formats the names of a choice for a message."""
     policy = LRU.name.upper() if choice.policy == LRU.name else choice.policy
-    return (
-        policy
-        if choice.predictor == "none"
-        else f"{policy} with predictions by {choice.predictor}"
-    )
+    if choice.predictor == "none":
+        return policy
+    return f"{policy} with predictions by {choice.predictor}"

@@ -34,7 +34,12 @@ from moegguf.engine.resize import set_budget
 from moegguf.engine.sequences import Tokens, common_tokens, is_batch_invariant
 from moegguf.engine.session import Session
 from moegguf.engine.stats import Stats
-from moegguf.engine.upstream import LlamaCppOptions, UpstreamLlama, with_keywords
+from moegguf.engine.upstream import (
+    LlamaCppOptions,
+    TokenSteps,
+    UpstreamLlama,
+    with_keywords,
+)
 from moegguf.engine.vocabulary import Vocabulary
 from moegguf.errors import OptionError
 from moegguf.native import library
@@ -196,7 +201,7 @@ class Llama(UpstreamLlama):
         named = find_strategy(
             environment.get("strategy", "") if strategy is None else strategy
         )
-        if isinstance(policy, str) and policy == "auto":
+        if policy == "auto":
             policy = environment.get("policy", "auto")
         chosen = ControllerOptions(*named.parts(policy, predictor, prefetch), lockstep)
         store = named.store if store is None else store
@@ -226,11 +231,13 @@ class Llama(UpstreamLlama):
         )
         self._drafts = ModelDrafts(own["draft"] or environment.get("draft", "auto"))
         load_plan = prepare(model_path, own, given, plan)
-        self.layout, self.plan = load_plan.layout, load_plan.plan
+        self.layout = load_plan.layout
+        self.plan = load_plan.plan
         self.reads_images = load_plan.spec.projector is not None and bool(mmproj)
         try:
             self._loader = loader = Loader(load_plan, given, store, progress)
-            self.session, self._closed = loader.session, False
+            self.session = loader.session
+            self._closed = False
             kept = (
                 KvBlockStore(default_folder(), kept_bytes) if kept_bytes != 0 else None
             )
@@ -367,7 +374,8 @@ class Llama(UpstreamLlama):
             >>> llm.n_tokens
             0
         """
-        self.n_tokens, self._requires_eval = 0, True
+        self.n_tokens = 0
+        self._requires_eval = True
         if self._is_stateful:  # the base class would empty every sequence
             self.context.forget(0)
         self.context.images.truncate(0)
@@ -386,7 +394,7 @@ class Llama(UpstreamLlama):
             3
         """
         super().load_state(state)
-        self.context.note_state(0)
+        self.context.rollback.forget(0)
 
     def sample(self, *arguments: Any, **options: Any) -> int:
         """Returns the next token, as in llama-cpp-python.
@@ -417,7 +425,8 @@ class Llama(UpstreamLlama):
             ...     len(embedder.embed("a text")) == embedder.n_embd()
             True
         """
-        texts, base = [input] if isinstance(input, str) else input, super().embed
+        texts = [input] if isinstance(input, str) else input
+        base = super().embed
         if not all(self.tokenize(to_utf8(text)) for text in texts):
             raise OptionError(
                 "a text is empty, and this model adds no token at its beginning; leave the text out."
@@ -438,11 +447,9 @@ class Llama(UpstreamLlama):
             for text in texts
         ]
         vectors = [each for each, _ in found]
-        return (
-            (vectors, sum(n_tokens for _, n_tokens in found))
-            if return_count
-            else vectors
-        )
+        if return_count:
+            return (vectors, sum(n_tokens for _, n_tokens in found))
+        return vectors
 
     def generate(
         self, *arguments: Any, **options: Any
@@ -467,11 +474,8 @@ class Llama(UpstreamLlama):
         return self.context.as_request(steps, keeps_logits=True)
 
     def _with_kept(
-        self,
-        steps: Generator[int, Sequence[int] | None, None],
-        arguments: Sequence[Any],
-        options: dict[str, Any],
-    ) -> Generator[int, Sequence[int] | None, None]:
+        self, steps: TokenSteps, arguments: Sequence[Any], options: dict[str, Any]
+    ) -> TokenSteps:
         """Yields the tokens of `steps`. If contexts are kept for this model and the
         option `reset` is True, first restores the part of the prompt's context that is
         on disk. In this case, new parts are also written to disk, after each evaluation

@@ -22,12 +22,7 @@ from moegguf.engine.devices import find_gpus, gpus, has_gpu
 from moegguf.engine.drafts import drafted
 from moegguf.engine.load_spec import BY_LAYERS, NO_SPLIT, LoadSpec
 from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
-from moegguf.engine.memory import (
-    DEFAULT_UBATCH_TOKENS,
-    Sizes,
-    check_context,
-    is_embedding,
-)
+from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, check_context
 from moegguf.engine.pinning import refused_bytes
 from moegguf.engine.plan import Plan
 from moegguf.engine.solver import make_plan
@@ -41,6 +36,7 @@ from moegguf.errors import (
     OptionError,
 )
 from moegguf.gguf.experts import ExpertLayout, read_layout
+from moegguf.gguf.reader import StrPath
 from moegguf.models.catalog import find_model
 from moegguf.quantities import format_bytes
 from moegguf.settings import read_environment
@@ -103,7 +99,7 @@ class LoadPlan:
 
 
 def prepare(
-    model: str | os.PathLike[str],
+    model: StrPath,
     own: Mapping[str, Any],
     options: Mapping[str, Any],
     plan: Plan | None = None,
@@ -118,10 +114,8 @@ def prepare(
     CapabilityError for a kind of model that moegguf does not run, and AllocationError
     for a context that is larger than this machine's total memory.
     """
-    path, options = (
-        os.fspath(find_model(model)),
-        {n: v for n, v in options.items() if n not in LEGACY_OPTIONS},
-    )
+    path = os.fspath(find_model(model))
+    options = {n: v for n, v in options.items() if n not in LEGACY_OPTIONS}
     spec = LoadSpec.of({**options, **own})
     layout = read_model(path, spec, vocab_only=bool(options.get("vocab_only")))
     if layout.arch in DIFFUSION:
@@ -130,12 +124,13 @@ def prepare(
             " moegguf cannot run them; choose another model."
         )
     hooks = layout.is_moe and read_environment().hooks
+    sizes = Sizes.of(layout, spec)
     # divides: True if the plan, not the caller's options, decides which layers run on
     # devices
     divides = received = plan is not None
     if plan is None:
         memory = read_memory()
-        check_context(layout, Sizes.of(layout, spec), memory)
+        check_context(layout, sizes, memory)
         devices = choose_gpus(layout, spec)
         divides = devices is not None
         plan = plan_load(
@@ -147,15 +142,13 @@ def prepare(
     govern_threads = read_environment().hooks and not (
         options.get("n_threads") or options.get("n_threads_batch")
     )
-    options |= _keywords(layout, spec, plan)
+    options |= _keywords(spec, plan, sizes.pools)
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
     # The plan chose the pass length for its slots, but without hooks there are no
     # slots.
     if not (hooks or received):
-        options["n_ubatch"] = (
-            Sizes.of(layout, spec).with_context(layout, plan.n_ctx).usual_ubatch
-        )
+        options["n_ubatch"] = sizes.with_context(layout, plan.n_ctx).usual_ubatch
     if hooks:
         options["use_mmap"] = False
     if hooks and divides:
@@ -164,18 +157,15 @@ def prepare(
     return LoadPlan(path, layout, spec, plan, hooks, options, govern_threads, no_device)
 
 
-def _keywords(layout: ExpertLayout, spec: LoadSpec, plan: Plan) -> dict[str, Any]:
+def _keywords(spec: LoadSpec, plan: Plan, embedding: bool) -> dict[str, Any]:
     """Returns the keywords of llama_cpp.Llama that follow from the plan and the checked
-    options.
+    options. embedding: True if the model computes embeddings.
 
     Without logits_all, llama_cpp.Llama allocates an array for the logits of `n_batch`
     tokens, which moegguf does not use. To keep this array small, `n_batch` is at most
     DEFAULT_UBATCH_TOKENS here, except for embeddings. The loader later sets the
     context's `n_batch` to the plan's.
     """
-    embedding = (
-        is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
-    )
     found: dict[str, Any] = {
         "n_ctx": plan.n_ctx,
         # the loader later sets the context's n_batch to the plan's
@@ -214,7 +204,7 @@ def check_options(options: dict[str, Any], init: Callable[..., None]) -> None:
 
 
 def read_model(
-    path: str | os.PathLike[str], spec: LoadSpec, *, vocab_only: bool = False
+    path: StrPath, spec: LoadSpec, *, vocab_only: bool = False
 ) -> ExpertLayout:
     """Reads the layout of the parts of a model that are loaded. Draft heads are
     included only if they may be used. Raises the same errors as `read_layout`, and
@@ -247,18 +237,19 @@ def plan_load(
     Raises BudgetError or OptionError. Also raises OptionError if a device that must be
     used has no kernel for the model's experts.
     """
-    speeds, hits, reasons = None, None, list[str]()
+    speeds = None
+    hits = None
+    reasons = list[str]()
     if machine.devices and not spec.is_divided(machine.devices):
         (device,) = machine.devices
         try:
-            speeds, hits = measure(device), HitRates.of(layout).curve()
+            hits = HitRates.of(layout).curve()
+            speeds = measure(device)
         except OptionError as error:
             if spec.placement != "auto" or spec.refuses_cpu:
                 raise
-            machine, reasons = (
-                replace(machine, devices=()),
-                [f"not on {device.name}: {error}"],
-            )
+            machine = replace(machine, devices=())
+            reasons = [f"not on {device.name}: {error}"]
     elif (
         not machine.devices
         and layout.is_moe

@@ -16,7 +16,7 @@ from moegguf.engine.devices import NO_GPU, find_device, has_gpu
 from moegguf.engine.machine import Device
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.projector import ProjectorHeader, read_projector
-from moegguf.gguf.reader import GGML_TYPES, ggml_type
+from moegguf.gguf.reader import GGML_TYPES, StrPath, ggml_type
 from moegguf.native.store import StoreOptions
 from moegguf.options import BUDGETS, COMMAND_DEFAULTS, KV_CACHE_TYPES, load_keywords
 from moegguf.quantities import ExpertCache, parse_expert_cache
@@ -150,7 +150,7 @@ class LoadSpec:
         placement = parse_option(
             "placement", options.get("placement", "auto"), "placement"
         )
-        store = options.get("store") or default_store(options.get("strategy", ""))
+        store = options.get("store") or find_strategy(options.get("strategy", "")).store
         is_some = n_gpu_layers is not None and 0 <= n_gpu_layers < EVERY_LAYER
         needs_gpu = bool(budget) or given.get("placement") in (
             "layers",
@@ -265,15 +265,7 @@ class LoadSpec:
         return (devices[self.main_gpu],)
 
 
-def default_store(strategy: str = "") -> StoreOptions:
-    """Returns a strategy's options for the expert store; "": moegguf's own strategy.
-    Raises OptionError for an unknown name."""
-    return find_strategy(strategy).store
-
-
-def parse_mirrors(
-    given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
-) -> tuple[str, ...]:
+def parse_mirrors(given: StrPath | Sequence[StrPath] | None) -> tuple[str, ...]:
     """Returns the absolute paths of mirrors. Raises OptionError for an empty path."""
     several = [given] if isinstance(given, str | os.PathLike) else given or ()
     paths = [os.path.expanduser(os.fspath(each)) for each in several]

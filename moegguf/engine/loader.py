@@ -33,6 +33,7 @@ from moegguf.engine.trial import try_first
 from moegguf.engine.warm_start import save_uses, start_warm
 from moegguf.errors import CallbackError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
+from moegguf.gguf.reader import StrPath
 from moegguf.gguf.shards import mirror_paths
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
@@ -62,13 +63,15 @@ class Loader:
         store: StoreOptions,
         progress: Progress | None,
     ) -> None:
-        self.load_plan, self.n_seq_max = load_plan, load_plan.plan.n_seq_max
+        self.load_plan = load_plan
+        self.n_seq_max = load_plan.plan.n_seq_max
         self.session: Session | None = None
         self.controller: LiveController | None = None
         self.threads: GovernedThreads | None = None
         self.recording: Recording | None = None
         self.run_hits = RunHits(load_plan.layout)
-        self._saves_uses, self._artifacts = False, Artifacts(load_plan.layout)
+        self._saves_uses = False
+        self._artifacts = Artifacts(load_plan.layout)
         self._threadpool: Threadpool | None = None
         self._bindings = library.llama_cpp()
         self._progress = progress
@@ -77,7 +80,8 @@ class Loader:
         self._callback: Any = self._bindings.llama_progress_callback(self._report)
         # An empty list of devices: its first entry is null.
         self._no_devices = (c.c_void_p * 1)()
-        self._repack, plan = store.repack, load_plan.plan
+        self._repack = store.repack
+        plan = load_plan.plan
         try_first(
             load_plan.layout, options, self._report_waiting, load_plan.spec.projector
         )
@@ -91,7 +95,7 @@ class Loader:
             ]
             self.session = self._open(
                 lambda: Session(
-                    plan.slots_layout(load_plan.layout), plan, store, mirrors
+                    load_plan.layout.without(plan.whole_layers), plan, store, mirrors
                 )
             )
             if is_logged():
@@ -244,7 +248,8 @@ class Loader:
         if self.session is None:
             yield
             return
-        layout, stop = self.session.layout, threading.Event()
+        layout = self.session.layout
+        stop = threading.Event()
         work = threading.Thread(
             target=_advise, args=(layout, "POSIX_FADV_WILLNEED", stop), daemon=True
         )
@@ -263,8 +268,10 @@ class Loader:
         is no expert store and `govern_threads` is not set. If `govern_threads` is set,
         also creates the object that adapts the number of threads to other processes'
         use of the processors. Does nothing if there is only one compute thread."""
-        options, governed = self.load_plan.options, self.load_plan.govern_threads
-        n_threads, n_threads_batch = options["n_threads"], options["n_threads_batch"]
+        options = self.load_plan.options
+        governed = self.load_plan.govern_threads
+        n_threads = options["n_threads"]
+        n_threads_batch = options["n_threads_batch"]
         if max(n_threads, n_threads_batch) == 1:
             return
         if self.load_plan.hooks or governed:
@@ -278,7 +285,7 @@ class Loader:
             )
 
     def start_parts(
-        self, warm_start: bool, trace: str | os.PathLike[str] | TraceOptions | None
+        self, warm_start: bool, trace: StrPath | TraceOptions | None
     ) -> None:
         """Fetches the most frequently used experts of earlier runs, if `warm_start` is
         True and no device holds whole layers. Starts the recording if `trace` is set.

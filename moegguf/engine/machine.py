@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from moegguf.errors import ModelNotFoundError
+from moegguf.gguf.reader import StrPath
 
 ROOT = Path("/")
 MACHINE = "the machine"
@@ -60,11 +61,9 @@ class Memory:
     @property
     def margin(self) -> int:
         """Bytes that an "auto" budget leaves free."""
-        return (
-            margin_bytes(self.available_bytes)
-            if self.margin_bytes is None
-            else self.margin_bytes
-        )
+        if self.margin_bytes is None:
+            return margin_bytes(self.available_bytes)
+        return self.margin_bytes
 
     @property
     def usable_bytes(self) -> int:
@@ -167,7 +166,8 @@ def cgroup_levels(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Pat
             paths[1] = path
     for line in file_text(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
-        fields, kind = left.split(), right.split()
+        fields = left.split()
+        kind = right.split()
         if len(fields) < 5 or len(kind) < 3:
             continue
         version = (
@@ -176,10 +176,8 @@ def cgroup_levels(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Pat
             else int(kind[0] == "cgroup" and controller in kind[2].split(","))
         )
         if path := paths.get(version, ""):
-            mounted, top = (
-                fields[3].rstrip("/") + "/",
-                root / fields[4].replace("\\040", " ").lstrip("/"),
-            )
+            mounted = fields[3].rstrip("/") + "/"
+            top = root / fields[4].replace("\\040", " ").lstrip("/")
             known = (path + "/").startswith(mounted) and ".." not in path.split("/")
             leaf = top / path[len(mounted) :].strip("/") if known else top
             for folder in (leaf, *leaf.parents):
@@ -192,17 +190,13 @@ def cgroup_levels(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Pat
 def _cgroup_free(version: int, folder: Path) -> int | None:
     """Returns the bytes that one memory cgroup still allows, including idle page cache;
     None if it has no limit."""
-    limits, current, cached = (
-        ["memory.max", "memory.high"],
-        "memory.current",
-        "inactive_file",
-    )
+    limits = ["memory.max", "memory.high"]
+    current = "memory.current"
+    cached = "inactive_file"
     if version == 1:
-        limits, current, cached = (
-            ["memory.limit_in_bytes"],
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        )
+        limits = ["memory.limit_in_bytes"]
+        current = "memory.usage_in_bytes"
+        cached = "total_inactive_file"
     found = [
         n
         for name in limits
@@ -210,7 +204,8 @@ def _cgroup_free(version: int, folder: Path) -> int | None:
     ]
     if not found:
         return None
-    stat, used = _table(folder / "memory.stat"), _number(folder / current) or 0
+    stat = _table(folder / "memory.stat")
+    used = _number(folder / current) or 0
     return max(
         0, min(found) - max(0, used - stat.get(cached, stat.get("inactive_file", 0)))
     )
@@ -220,18 +215,22 @@ def read_memory(root: Path = ROOT) -> Memory:
     """Returns the memory that this process may still use: the smallest amount that the
     machine or any cgroup allows."""
     machine = psutil.virtual_memory()
-    total, available, limited_by = int(machine.total), int(machine.available), MACHINE
+    total = int(machine.total)
+    available = int(machine.available)
+    limited_by = MACHINE
     for version, folder in cgroup_levels("memory", root):
         free = _cgroup_free(version, folder)
         if free is not None and free < available:
-            available, limited_by = free, f"cgroup v{version} {folder}"
+            available = free
+            limited_by = f"cgroup v{version} {folder}"
     return Memory(total, available, limited_by)
 
 
 def load_warning() -> str:
     """Returns a warning if processors were so busy in the last minute that measured
     speeds are too low; otherwise ""."""
-    load, n_cpus = os.getloadavg()[0], count_cpus()
+    load = os.getloadavg()[0]
+    n_cpus = count_cpus()
     if load <= BUSY_SHARE * n_cpus:
         return ""
     return f"warning: the machine is busy (load {load:.1f} on {n_cpus} processors): speeds are too low"
@@ -276,7 +275,8 @@ class ProcessorUse:
     def others(self) -> float:
         """Returns how many CPUs other processes kept busy on average since the last
         call, or since construction: 0.0 to `n_cpu`."""
-        (now_s, busy_s, own_s), before = self._read(), self._last
+        now_s, busy_s, own_s = self._read()
+        before = self._last
         self._last = now_s, busy_s, own_s
         others_s = (busy_s - before[1]) - (own_s - before[2])
         return min(max(others_s / max(now_s - before[0], 1e-3), 0.0), float(self.n_cpu))
@@ -305,7 +305,9 @@ def _measure(
 
     def read(thread: int) -> int:
         # random order of blocks, which defeats read-ahead.
-        dice, n, n_bytes = random.Random(thread), 1, 0
+        dice = random.Random(thread)
+        n = 1
+        n_bytes = 0
         # Anonymous memory is page-aligned, which direct I/O requires.
         with (
             mmap.mmap(-1, block_bytes) as memory,
@@ -330,7 +332,7 @@ def _measure(
 
 
 def disk_read_speed(
-    path: str | os.PathLike[str],
+    path: StrPath,
     seconds: float = 0.5,
     block_bytes: int = _DISK_BLOCK_BYTES,
     n_threads: int = _DISK_THREADS,

@@ -18,11 +18,11 @@ from moegguf.engine.load_spec import AUTO, F16, LoadSpec
 from moegguf.engine.machine import Memory, margin_bytes
 from moegguf.engine.recurrent import (
     DEEPSEEK4,
+    KV_PAD_TOKENS,
     ROLLBACK_ARCHS,
     attention_layers,
     compressed_kv_bytes,
     is_stateful,
-    number,
     padded,
     row_bytes,
     shares_cells,
@@ -50,7 +50,6 @@ READ_BYTES = 4 * MIB
 # estimated bytes of RAM per token of the vocabulary, for the maps between tokens and
 # text, and for the merges
 VOCAB_TOKEN_BYTES = 320
-KV_PAD_TOKENS = 256
 MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 DEFAULT_UBATCH_TOKENS = 512
 # Maximum tokens in a pass that a plan chooses; options and images may require more.
@@ -88,25 +87,15 @@ class MemoryNeeds:
     # row by row
     dense_bytes: int = 0
     kv_bytes: int = 0
-    compute_bytes: int = 0
-    slot_work_bytes: int = 0  # scratch bytes per slot
+    compute_bytes: int = 0  # bytes of buffers, including scratch memory for the slots
     # Bytes of the projector's weights, and of its buffers while it reads an image.
     projector_bytes: int = 0
 
-    def total_bytes(self, n_slots: int) -> int:
-        """Returns the total size in bytes, including scratch memory for `n_slots`
-        slots, but not the slots themselves."""
+    @property
+    def total_bytes(self) -> int:
+        """The total size in bytes, without the slots themselves."""
         lasting = self.dense_bytes + self.projector_bytes + self.kv_bytes
-        return lasting + self.compute_bytes + n_slots * self.slot_work_bytes
-
-    def with_slots(self, n_slots: int) -> MemoryNeeds:
-        """Returns these needs with the scratch memory of `n_slots` slots added to
-        `compute_bytes`, and `slot_work_bytes` set to 0."""
-        return replace(
-            self,
-            compute_bytes=self.compute_bytes + n_slots * self.slot_work_bytes,
-            slot_work_bytes=0,
-        )
+        return lasting + self.compute_bytes
 
 
 def kv_bytes(
@@ -126,7 +115,8 @@ def kv_bytes(
     split matrices; older files store full heads. DeepSeek V4 stores compressed keys
     (`compressed_kv_bytes`).
     """
-    hp, whole = layout.hparams, partial(number, layout)
+    hp = layout.hparams
+    whole = layout.number
     states = n_seq_max * (1 + n_rs_seq) * state_bytes(layout)
     if layout.arch == DEEPSEEK4:
         return states + n_seq_max * compressed_kv_bytes(
@@ -174,13 +164,13 @@ def pass_bytes(
     have logits; None: all of them.
     """
     hp = layout.hparams
-    n_tokens = -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
+    n_tokens = padded(n_ctx)
     k = layout.n_expert_used
     n_ff_exp = max((m.ne1 for m in layout.matrices if m.kind != "down"), default=0)
     n_wide = max(hp.n_embd, max(hp.n_head) * hp.key_length)
     scores = 0 if flash_attn else max(hp.n_head) * n_tokens
-    sparse = 6 * n_tokens if number(layout, "attention.indexer.head_count") else 0
-    masks = 2 if number(layout, "attention.sliding_window") else 1
+    sparse = 6 * n_tokens if layout.number("attention.indexer.head_count") else 0
+    masks = 2 if layout.number("attention.sliding_window") else 1
     # Attention keeps a token's Q, K and V before and after their rotation, and its
     # scores. Experts keep gate and up with and without biases; later they keep the
     # input of down, its output and the weighted output.
@@ -322,11 +312,9 @@ class Sizes:
 
     def n_logits(self, layout: ExpertLayout) -> int | None:
         """Returns how many tokens of a pass may have logits; None: all of them."""
-        return (
-            None
-            if self.pools or self.logits_all
-            else logits_tokens(layout, self.n_seq_max)
-        )
+        if self.pools or self.logits_all:
+            return None
+        return logits_tokens(layout, self.n_seq_max)
 
     def is_fused(self, layout: ExpertLayout) -> bool:
         """Returns True if the plan assumes fused attention; never for an architecture
@@ -343,7 +331,8 @@ class Sizes:
 
         Raises OptionError for an impossible number of sequences.
         """
-        n_batch, n_ubatch = self.n_batch, self.n_ubatch
+        n_batch = self.n_batch
+        n_ubatch = self.n_ubatch
         if self.pools:
             n_batch = n_batch or min(n_ctx, POOLED_BATCH_TOKENS)
             n_ubatch = n_ubatch or n_batch
@@ -358,11 +347,13 @@ class Sizes:
             self, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_seq_max=n_seq_max
         )
 
-    def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
-        """Returns estimates of the memory needed in addition to slots, for passes of
-        `n_ubatch` tokens. The context must already have been chosen."""
+    def needs(
+        self, layout: ExpertLayout, n_ubatch: int, n_slots: int = 0
+    ) -> MemoryNeeds:
+        """Returns estimates of the memory needed in addition to `n_slots` slots, for
+        passes of `n_ubatch` tokens. The context must already have been chosen."""
         n_kv = self.kv_tokens or self.n_ctx or 0
-        buffers = pass_bytes(
+        compute_bytes = pass_bytes(
             layout,
             n_kv,
             n_ubatch,
@@ -370,15 +361,15 @@ class Sizes:
             self.on_device,
             self.n_logits(layout),
         )
+        if not self.on_device:
+            compute_bytes += fixed_bytes(layout) + self.reader_bytes
+            compute_bytes += n_slots * slot_work_bytes(layout, n_ubatch)
         return MemoryNeeds(
             layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes,
             kv_bytes(
                 layout, n_kv, self.type_k, self.type_v, self.n_seq_max, self.n_saved
             ),
-            buffers
-            if self.on_device
-            else buffers + fixed_bytes(layout) + self.reader_bytes,
-            0 if self.on_device else slot_work_bytes(layout, n_ubatch),
+            compute_bytes,
             self.projector.total_bytes if self.projector else 0,
         )
 
@@ -462,7 +453,9 @@ def choose_context(
             rest - pool_bytes if pool_bytes else rest // 2
         )
 
-    n_ctx, n_kv, reasons = sizes.n_ctx, sizes.kv_tokens, list(sizes.reasons)
+    n_ctx = sizes.n_ctx
+    n_kv = sizes.kv_tokens
+    reasons = list(sizes.reasons)
     trained = pad_context(layout.hparams.n_ctx_train or SMALL_CTX_TOKENS)
     if n_ctx is None:
         powers = (1 << bit for bit in reversed(range(trained.bit_length())))
@@ -551,7 +544,7 @@ def pad_context(n_ctx: int) -> int:
             f"n_ctx must be a number of tokens from 1 to {MAX_CTX_TOKENS}, or 0 for the model's own context length, but"
             f" is {n_ctx}; give another number."
         )
-    return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
+    return padded(n_ctx)
 
 
 def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
@@ -566,7 +559,8 @@ def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
         raise OptionError(
             f"parallel (n_seq_max) must be a number of sequences from 1 to {MAX_PARALLEL}, but is {wanted}."
         )
-    metadata, arch = layout.metadata, layout.arch
+    metadata = layout.metadata
+    arch = layout.arch
     trained = metadata.get(
         f"{arch}.rope.scaling.original_context_length", layout.hparams.n_ctx_train
     )

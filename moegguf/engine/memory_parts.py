@@ -42,25 +42,35 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 class MemoryParts:
     """Removes, copies, saves and restores parts of the memory of `llm`'s context. The
     argument `parts` combines the bits CELLS, WINDOW and RECURRENT; WHOLE stands for the
-    whole memory."""
+    whole memory. The methods raise ClosedError after the model was closed, and must not
+    be called for a context without memory."""
 
     def __init__(self, llm: UpstreamLlama) -> None:
-        loaded: Any = library.llama_cpp().llama_cpp._lib
-        self._context, self._memory = llm.ctx, llm._ctx.memory
-        self._functions: dict[str, Any] = {}
+        self._library: Any = library.llama_cpp().llama_cpp._lib
+        self._llm = llm
         for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(loaded, f"moegguf_{name}")
-            function.restype, function.argtypes = result, arguments
-            self._functions[name] = function
+            function = getattr(self._library, f"moegguf_{name}")
+            function.restype = result
+            function.argtypes = arguments
         # Bits of the parts that the memory has, or WHOLE.
-        self.all: int = self._functions["memory_parts"](self._memory)
+        self.all: int = WHOLE
+        if self._memory is not None:
+            self.all = self._library.moegguf_memory_parts(self._memory)
+
+    @property
+    def _memory(self) -> int | None:
+        """The address of the memory; None for a context that only computes
+        embeddings."""
+        return self._llm._ctx.memory
 
     def remove(self, parts: int, sequence: int, begin: int = -1, end: int = -1) -> bool:
         """Removes the positions from `begin` up to but not including `end` from these
         parts of a sequence. -1: no limit on this side. Returns False if one of the
         parts cannot remove them."""
         return bool(
-            self._functions["parts_seq_rm"](self._memory, parts, sequence, begin, end)
+            self._library.moegguf_parts_seq_rm(
+                self._memory, parts, sequence, begin, end
+            )
         )
 
     def copy(
@@ -69,40 +79,46 @@ class MemoryParts:
         """Copies the positions from `begin` up to but not including `end` in these
         parts, from the sequence `source` to the sequence `target`. -1: no limit on this
         side."""
-        self._functions["parts_seq_cp"](self._memory, parts, source, target, begin, end)
+        self._library.moegguf_parts_seq_cp(
+            self._memory, parts, source, target, begin, end
+        )
 
     def first(self, parts: int, sequence: int) -> int:
         """Returns the sequence's first position in these parts: the largest of the
         parts' first positions; -1 if all are empty."""
-        return int(self._functions["parts_seq_pos_min"](self._memory, parts, sequence))
+        return int(
+            self._library.moegguf_parts_seq_pos_min(self._memory, parts, sequence)
+        )
 
     def end(self, parts: int, sequence: int) -> int:
         """Returns the position after the sequence's last one in these parts: the
         smallest over the parts; 0 if a part is empty."""
         return (
-            int(self._functions["parts_seq_pos_max"](self._memory, parts, sequence)) + 1
+            int(self._library.moegguf_parts_seq_pos_max(self._memory, parts, sequence))
+            + 1
         )
 
     def state_bytes(self, parts: int, sequence: int) -> int:
         """Returns the size in bytes of a sequence's state with only these parts; 0 if
         llama.cpp cannot write the state."""
-        return int(self._functions["parts_state_bytes"](self._context, parts, sequence))
+        return int(
+            self._library.moegguf_parts_state_bytes(self._llm.ctx, parts, sequence)
+        )
 
     def state(
         self, parts: int, sequence: int, n_bytes: int
     ) -> npt.NDArray[np.uint8] | None:
         """Returns a sequence's state with only these parts. Returns None if llama.cpp
         cannot write the state, or if its size is not `n_bytes`."""
-        data, write = np.empty(n_bytes, np.uint8), self._functions["parts_state_write"]
-        return (
-            data
-            if write(self._context, parts, sequence, data.ctypes.data, n_bytes)
-            else None
-        )
+        data = np.empty(n_bytes, np.uint8)
+        write = self._library.moegguf_parts_state_write
+        if write(self._llm.ctx, parts, sequence, data.ctypes.data, n_bytes):
+            return data
+        return None
 
     def set_state(self, parts: int, sequence: int, address: int, n_bytes: int) -> bool:
         """Replaces these parts of a sequence with a state of `n_bytes` bytes. `address`
         is an address in memory, or was returned by KVBlocks.add. Returns False if
         llama.cpp cannot read the state."""
-        read = self._functions["parts_state_read"]
-        return bool(read(self._context, parts, sequence, address, n_bytes))
+        read = self._library.moegguf_parts_state_read
+        return bool(read(self._llm.ctx, parts, sequence, address, n_bytes))

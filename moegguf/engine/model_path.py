@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moegguf.gguf.reader import StrPath
 from moegguf.gguf.shards import parse_shard_name, shard_path, shards_of
 
 
@@ -24,7 +25,7 @@ class FilePath(str):
 
 
 @contextmanager
-def readable(path: str | os.PathLike[str]) -> Iterator[FilePath]:
+def readable(path: StrPath) -> Iterator[FilePath]:
     """Yields `path` as a FilePath that llama.cpp can read, even if the bytes of the
     path are not valid UTF-8. If the names of several shards are not in the lower case
     that llama.cpp expects, makes a temporary link to each shard. Then `read_as` is the

@@ -8,11 +8,8 @@ the owner of the memory.
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from moegguf.engine.known_facts import KnownFact
 from moegguf.engine.machine import ROOT, file_text
-from moegguf.errors import ExpertIOError
 from moegguf.gguf.experts import ExpertLayout
 
 
@@ -20,19 +17,16 @@ def note_pinning(layout: ExpertLayout, n_bytes: int, is_refused: bool) -> None:
     """Saves whether the system refused to pin `n_bytes` for this model. A success with
     at least as many bytes as were refused before deletes the refusal."""
     known = refused_bytes(layout)
-    with suppress(ExpertIOError):  # the model's files can no longer be read
-        if is_refused and (not known or n_bytes < known):
-            _fact(layout).write(n_bytes)
-        elif known and n_bytes >= known and not is_refused:
-            _fact(layout).write(0)
+    if is_refused and (not known or n_bytes < known):
+        _fact(layout).write(n_bytes)
+    elif known and n_bytes >= known and not is_refused:
+        _fact(layout).write(0)
 
 
 def refused_bytes(layout: ExpertLayout) -> int:
     """Returns the smallest number of bytes that the system has refused to pin for this
     model since it was started; 0 if it has refused nothing."""
-    with suppress(ExpertIOError):
-        return _fact(layout).read(int) or 0
-    return 0
+    return _fact(layout).read(int) or 0
 
 
 def _fact(layout: ExpertLayout) -> KnownFact:

@@ -136,9 +136,9 @@ class Plan:
     def layers_on(self) -> str | None:
         """ggml's name for the device, if layers run on a device and all slots are in
         RAM; otherwise None."""
-        return (
-            self.on_devices[0].name if self.on_device and self.device is None else None
-        )
+        if self.on_device and self.device is None:
+            return self.on_devices[0].name
+        return None
 
     @property
     def devices(self) -> tuple[MemoryPlan, ...]:
@@ -158,11 +158,9 @@ class Plan:
     def device_slots(self) -> int:
         """Number of slots on devices. If no device has slots, the number of slots in
         RAM that layers read experts from."""
-        return (
-            sum(part.n_slots for part in self.on_devices)
-            if self.device
-            else self.n_slots
-        )
+        if self.device:
+            return sum(part.n_slots for part in self.on_devices)
+        return self.n_slots
 
     @property
     def n_ram_slots(self) -> int:
@@ -213,11 +211,9 @@ class Plan:
     def vram_cache_bytes(self) -> int:
         """Bytes of slots and staging tensors on devices, as a value for the budget of
         VRAM; 0 if no device has slots."""
-        return (
-            self.device_slots * self.device_slot_bytes + self.staging_slots_bytes
-            if self.device
-            else 0
-        )
+        if not self.device:
+            return 0
+        return self.device_slots * self.device_slot_bytes + self.staging_slots_bytes
 
     @property
     def staging_slots_bytes(self) -> int:
@@ -226,13 +222,6 @@ class Plan:
         return (
             slots_for(self.staging_bytes, self.device_slot_bytes)
             * self.device_slot_bytes
-        )
-
-    def slots_layout(self, layout: ExpertLayout) -> ExpertLayout:
-        """Returns `layout` with only the experts outside `whole_layers` as experts. The
-        experts in `whole_layers` are treated as dense weights."""
-        return layout.only(
-            layer.il for layer in layout.layers if layer.il not in self.whole_layers
         )
 
     def pass_slots(self, layout: ExpertLayout, on_device: bool) -> int:
@@ -248,7 +237,7 @@ class Plan:
         of_slots = {name: getattr(self, name) for name in FIGURES}
         found = asdict(self)
         needs = found.pop("needs")
-        del found["memories"], needs["slot_work_bytes"]
+        del found["memories"]
         return (
             found
             | of_slots
@@ -330,13 +319,7 @@ def divide_slots(
 ) -> list[int]:
     """Divides `n_slots` slots among groups of layers, in proportion to the experts of
     these layers."""
-    n_experts = {layer.il: layer.n_expert for layer in layout.layers}
-    before = [
-        0,
-        *itertools.accumulate(
-            sum(n_experts.get(il, 0) for il in layers) for layers in groups
-        ),
-    ]
+    before = [0, *itertools.accumulate(map(layout.experts_in, groups))]
     ends = [n_slots * n // max(1, before[-1]) for n in before]
     return [last - first for first, last in itertools.pairwise(ends)]
 
@@ -374,11 +357,11 @@ def staging_bytes(layout: ExpertLayout, n_tensors: int, can_pack: bool = True) -
     can_pack: False if each kind of matrix has an arena of its own even with the remedy
     one_arena.
     """
-    return (
-        slot_sizes(layout, n_tensors * layout.n_expert, on_device=can_pack).pool_bytes
-        if n_tensors
-        else 0
-    )
+    if not n_tensors:
+        return 0
+    return slot_sizes(
+        layout, n_tensors * layout.n_expert, on_device=can_pack
+    ).pool_bytes
 
 
 def slots_for(n_bytes: int, slot_bytes: int) -> int:

@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from moegguf.engine.kv_block_store import About, Buffer, KVBlocks, KvBlockStore
 from moegguf.engine.machine import read_memory
-from moegguf.engine.memory_parts import CELLS, RECURRENT, WHOLE, WINDOW, MemoryParts
+from moegguf.engine.memory_parts import CELLS, RECURRENT, WHOLE, WINDOW
 from moegguf.engine.projector import PLACEHOLDER, ImageSpan
 from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.sequences import MAX_SEQUENCES, Tokens, is_batch_invariant
@@ -105,6 +105,16 @@ class _Part:
     end: int
     positions: npt.NDArray[np.int32]
 
+    @property
+    def first_position(self) -> int:
+        """The position of the part's first token."""
+        return int(self.positions[0])
+
+    @property
+    def end_position(self) -> int:
+        """The position of the token after the part."""
+        return int(self.positions[-1])
+
 
 class _Parts:
     """Divides a sequence's tokens into parts that do not end within an image.
@@ -115,7 +125,9 @@ class _Parts:
     """
 
     def __init__(self, name: str, tokens: Tokens, images: Images) -> None:
-        self._name, self._images, self._ids = name, images, np.asarray(tokens, np.int32)
+        self._name = name
+        self._images = images
+        self._ids = np.asarray(tokens, np.int32)
         n_tokens = len(self._ids)
         # True for placeholders outside the given images, and after the last token
         unknown = np.append(self._ids == PLACEHOLDER, True)
@@ -126,13 +138,16 @@ class _Parts:
                 # An image's tokens share its first position (M-RoPE).
                 steps[image.begin + 1 : image.end] = 0
                 steps[image.end] = image.n_positions
-        unknown[n_tokens], steps[0] = True, 0
+        unknown[n_tokens] = True
+        steps[0] = 0
         self._n_known = int(np.argmax(unknown))
         self._positions = np.cumsum(steps, dtype=np.int32)
-        self.blocks, end = list[_Part](), 0
+        self.blocks = list[_Part]()
+        end = 0
         while block := self._part(name, end, self._uncut(end + BLOCK_TOKENS)):
             self.blocks.append(block)
-            name, end = block.name, block.end
+            name = block.name
+            end = block.end
 
     def rest(self, n_blocks: int, end: int) -> _Part | None:
         """Returns the part from the end of the first `n_blocks` blocks up to `end`.
@@ -143,11 +158,9 @@ class _Parts:
             if n_blocks
             else (self._name, 0)
         )
-        return (
-            self._part(name, begin, end)
-            if 0 <= end - begin < BLOCK_TOKENS and self._uncut(end) == end
-            else None
-        )
+        if 0 <= end - begin < BLOCK_TOKENS and self._uncut(end) == end:
+            return self._part(name, begin, end)
+        return None
 
     def _part(self, before: str, begin: int, end: int) -> _Part | None:
         if end > self._n_known:
@@ -178,14 +191,17 @@ class PrefixCache:
     ) -> None:
         self._context = context
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # `llm` holds this object
-        self._store, self._recent = store, recent
-        self._root = _root(llm, load_plan, moves)
+        self._store = store
+        self._recent = recent
+        # A hash of everything that affects computed bits, except tokens and images:
+        # model, build, processor, devices and options.
+        self.name = _root(llm, load_plan, moves)
         self._model = load_plan.layout.shards[0].path.stem  # name for display
         if self._model.startswith("sha256-"):
             self._model = str(
                 load_plan.layout.metadata.get("general.name", self._model)
             )
-        self._memory = MemoryParts(llm)
+        self._memory = context.memory
         self._n_swa = library.llama_cpp().llama_model_n_swa(llm.model)
         self._choose_parts(self._memory.all if _n_streams(llm) == 1 else WHOLE)
         self._state_cost = StateCost(store.limit_bytes)
@@ -209,16 +225,12 @@ class PrefixCache:
         if parts == CELLS and narrow:
             parts = WHOLE
         self._has_cells = bool(parts & CELLS)
-        self._has_window = bool(parts & WINDOW) and not narrow
+        # True: cells of a sliding window are kept as blocks. The context reuses such
+        # cells for later tokens, so they must be kept after each pass.
+        self.has_window = bool(parts & WINDOW) and not narrow
         state = parts & (RECURRENT | (WINDOW if narrow else 0))
         # parts that are kept in states; None: no states are kept
         self._state: int | None = state or (None if self._has_cells else WHOLE)
-
-    @property
-    def name(self) -> str:
-        """A hash of everything that affects computed bits, except tokens and images:
-        model, build, processor, devices and options."""
-        return self._root
 
     def restore(
         self,
@@ -312,7 +324,7 @@ class PrefixCache:
             if not self._has_cells or place is None or place.end <= n_held:
                 return n_held
             self._memory.remove(CELLS, target)
-            self._memory.copy(CELLS, source, target, 0, int(place.positions[-1]))
+            self._memory.copy(CELLS, source, target, 0, place.end_position)
             n_now = self._go_back(target, parts, place.end)
             if target == 0:
                 self._llm.input_ids[:n_now] = tokens[:n_now]
@@ -344,36 +356,34 @@ class PrefixCache:
         if not self._has_cells:
             return "whole states"
         kept = ["blocks"]
-        if self._has_window:
+        if self.has_window:
             kept.append("windows")
         if self._state is not None:
             kept.append("states")
         return " and ".join(kept)
 
     @property
-    def leaves_window(self) -> bool:
-        """True if cells of a sliding window are kept as blocks. The context reuses such
-        cells for later tokens, so they must be kept after each pass."""
-        return self._has_window
-
-    @property
     def _needs_more_than_cells(self) -> bool:
         """True if a sequence cannot continue from cells of full attention alone."""
-        return self._has_window or self._state is not None
+        return self.has_window or self._state is not None
 
     def _parts(self, owner: str, tokens: Tokens, images: Images) -> _Parts:
-        return _Parts(_hash(self._root, owner), tokens, images)
+        return _Parts(_hash(self.name, owner), tokens, images)
 
     def _note_end(self, n_tokens: int, images: Images) -> None:
         """Sets the number of tokens of sequence 0 and the images within these tokens.
         Marks the logits in memory as outdated."""
-        self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
+        self._llm.n_tokens = n_tokens
+        self._llm._requires_eval = True
         self._context.images.spans = list(images)
         self._context.images.truncate(n_tokens)
 
     def _pause_fill(self, on: bool) -> None:
-        if on != self._fill_held:
-            self._context.pause_fill(on)
+        """Pauses (True) or resumes (False) the filling of free slots in the
+        background."""
+        session = self._context.session
+        if session is not None and on != self._fill_held:
+            session.store.pause_fill(on)
             self._fill_held = on
 
     def store(
@@ -412,7 +422,8 @@ class PrefixCache:
         parts = self._parts(
             owner, tokens, self._context.images.spans if sequence == 0 else ()
         )
-        blocks, rest = parts.blocks, parts.rest(len(parts.blocks), n_tokens)
+        blocks = parts.blocks
+        rest = parts.rest(len(parts.blocks), n_tokens)
         with self._context.lock:
             state = self._state_to_keep(sequence, rest, is_end) if rest else None
             wants_rest = (
@@ -423,7 +434,7 @@ class PrefixCache:
             kept = [*blocks, rest] if wants_rest and rest else blocks
             if self._has_cells:
                 self._keep_cells(CELLS, sequence, kept)
-            if self._has_window:
+            if self.has_window:
                 self._keep_cells(WINDOW, sequence, kept)
             if rest and state is not None:
                 self._keep_state(sequence, rest, state)
@@ -469,7 +480,7 @@ class PrefixCache:
         """Removes the cells of a sequence from the beginning of `part` on. Returns
         False if the sequence could only be emptied."""
         if self._needs_more_than_cells:
-            return self._memory.remove(CELLS, sequence, int(part.positions[0]))
+            return self._memory.remove(CELLS, sequence, part.first_position)
         return self._context.truncate(part.begin, sequence)
 
     def _places(self, parts: _Parts, n_blocks: int, n_live: int) -> Iterator[_Part]:
@@ -496,7 +507,7 @@ class PrefixCache:
             and not self._store.holds(rest.name)
         ):
             return False
-        return not self._has_window or all(
+        return not self.has_window or all(
             self._is_kept(_name(WINDOW, part)) for part in self._window(blocks, rest)
         )
 
@@ -504,9 +515,9 @@ class PrefixCache:
         """Returns the parts, up to the end of `rest`, that have cells in the sliding
         window of the last token or of the token after it."""
         chain = [*blocks, rest] if rest.begin < rest.end else blocks
-        first = int(rest.positions[-1]) - self._n_swa
+        first = rest.end_position - self._n_swa
         last_parts = itertools.takewhile(
-            lambda part: part.positions[-1] > first, reversed(chain)
+            lambda part: part.end_position > first, reversed(chain)
         )
         return list(last_parts)[::-1]
 
@@ -529,12 +540,12 @@ class PrefixCache:
         """Removes the cells of a sequence after `place`, and restores the window and
         the state at the end of `place`. Returns False if the window or the state cannot
         be restored, or if the cells before the end of `place` are missing."""
-        end = int(place.positions[-1])
+        end = place.end_position
         if self._has_cells:
             if self._memory.end(CELLS, sequence) < end:
                 return False
             self._memory.remove(CELLS, sequence, end)
-        if self._has_window:
+        if self.has_window:
             blocks = [block for block in parts.blocks if block.end <= place.begin]
             window = self._window(blocks, place)
             self._wait_for([_name(WINDOW, part) for part in window])
@@ -552,8 +563,8 @@ class PrefixCache:
         if kind != RECURRENT or _is_recurrent_after(state, place):
             data = np.frombuffer(state, np.uint8)
             done = self._memory.set_state(kind, sequence, data.ctypes.data, len(state))
-            self._context.note_state(sequence)
-            if done and self._memory.end(kind, sequence) == place.positions[-1]:
+            self._context.rollback.forget(sequence)
+            if done and self._memory.end(kind, sequence) == place.end_position:
                 self._pool.submit(self._store.touch, [name])
                 return True
         self._store.delete(name)
@@ -579,7 +590,7 @@ class PrefixCache:
             )
             n_done = min(n_added, read.fill())
         if n_done < len(parts):
-            self._memory.remove(kind, sequence, int(parts[n_done].positions[0]))
+            self._memory.remove(kind, sequence, parts[n_done].first_position)
             for unusable in parts[n_done:]:  # deleted, so that they are rewritten
                 self._store.delete(_name(kind, unusable))
         self._pool.submit(
@@ -614,8 +625,8 @@ class PrefixCache:
         first = self._memory.first(kind, sequence)
         new = [part for part in parts if not self._is_kept(_name(kind, part))]
         if kind == WINDOW:
-            new = [part for part in new if part.positions[0] >= first]
-        if not new or first > new[0].positions[0]:
+            new = [part for part in new if part.first_position >= first]
+        if not new or first > new[0].first_position:
             return
         memory = self._memory
         memory.copy(kind, sequence, SCRATCH)
@@ -623,11 +634,7 @@ class PrefixCache:
         try:
             for part in new:
                 memory.copy(
-                    kind,
-                    SCRATCH,
-                    sequence,
-                    int(part.positions[0]),
-                    int(part.positions[-1]),
+                    kind, SCRATCH, sequence, part.first_position, part.end_position
                 )
                 is_kept = self._keep_block(kind, sequence, part)
                 memory.remove(kind, sequence)
@@ -697,7 +704,7 @@ class PrefixCache:
         n_since = place.end - last if last <= place.end else place.end
         n_bytes = self._memory.state_bytes(self._state, sequence)
         # False if the state is at a different position, such as after drafted tokens
-        is_there = self._memory.end(self._state, sequence) == place.positions[-1]
+        is_there = self._memory.end(self._state, sequence) == place.end_position
         if not is_there or n_since < (
             2 if is_end else self._state_cost.step(n_bytes, place.end)
         ):
@@ -706,9 +713,9 @@ class PrefixCache:
             self._state_ends[sequence] = place.end
             return None
         has_room = n_bytes < read_memory().available_bytes // 2
-        return (
-            n_bytes if has_room and (is_end or self._has_queue_for(n_bytes)) else None
-        )
+        if has_room and (is_end or self._has_queue_for(n_bytes)):
+            return n_bytes
+        return None
 
     def _keep_state(self, sequence: int, place: _Part, n_bytes: int) -> None:
         """Queues the state of a sequence after `place` to be written."""
@@ -730,17 +737,17 @@ class PrefixCache:
         )
 
 
+@dataclass
 class StateCost:
     """Chooses the distance between kept states, based on the time and disk space that
     keeping them costs."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        # Total seconds of all passes, and seconds of the last one.
-        self._eval_s = self._pass_s = 0.0
-        self._n_pass = 0  # tokens of the last pass
-        self._token_s = 0.0  # seconds to compute one prompt token; 0: not known yet
-        self._byte_s = 0.0  # seconds to keep one byte of a state; 0: not known yet
+    limit_bytes: int
+    _eval_s: float = 0.0  # total seconds of all passes
+    _pass_s: float = 0.0  # seconds of the last pass
+    _n_pass: int = 0  # tokens of the last pass
+    _token_s: float = 0.0  # seconds to compute one prompt token; 0: not known yet
+    _byte_s: float = 0.0  # seconds to keep one byte of a state; 0: not known yet
 
     def note_pass(self, eval_s: float, n_new: int) -> None:
         """Records that a pass evaluated `n_new` tokens of a sequence. eval_s: the
@@ -750,7 +757,8 @@ class StateCost:
             if self._n_pass >= BLOCK_TOKENS // 2:
                 self._token_s = self._pass_s / self._n_pass
             self._pass_s = eval_s - self._eval_s
-            self._eval_s, self._n_pass = eval_s, 0
+            self._eval_s = eval_s
+            self._n_pass = 0
         self._n_pass += n_new
 
     def note_state(self, n_bytes: int, seconds: float) -> None:
@@ -764,7 +772,7 @@ class StateCost:
         # Tokens computed in that time.
         pays_off = seconds / self._token_s if self._token_s else 0.0
         by_time = max(min(pays_off / STEP_COST, MOST_STEP_TOKENS), pays_off)
-        by_space = n_bytes * n_tokens / (STATES_SHARE * self._limit_bytes)
+        by_space = n_bytes * n_tokens / (STATES_SHARE * self.limit_bytes)
         return max(BLOCK_TOKENS, math.ceil(by_time), math.ceil(by_space))
 
 
@@ -835,7 +843,7 @@ def _is_recurrent_after(state: Buffer, part: _Part) -> bool:
     last token."""
     if len(state) < _RECURRENT_STATE.size:
         return False
-    return _RECURRENT_STATE.unpack_from(state) == (1, int(part.positions[-1]) - 1, 0)
+    return _RECURRENT_STATE.unpack_from(state) == (1, part.end_position - 1, 0)
 
 
 def _hash(*parts: str | bytes) -> str:
@@ -856,13 +864,12 @@ def _n_streams(llm: UpstreamLlama) -> int:
 def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
     """Returns a hash of everything that blocks depend on, except owner, tokens and
     images: model, build, processor, devices and options."""
-    layout, plan, options, params = (
-        load_plan.layout,
-        load_plan.plan,
-        load_plan.options,
-        llm.context_params,
-    )
-    adapter, projector = load_plan.spec.lora_path, load_plan.spec.projector
+    layout = load_plan.layout
+    plan = load_plan.plan
+    options = load_plan.options
+    params = llm.context_params
+    adapter = load_plan.spec.lora_path
+    projector = load_plan.spec.projector
     parts = {
         "format": FORMAT,
         "model": (header_digest(layout.shards), weights_digest(layout.shards)),

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from moegguf.engine.error_log import mtmd_log
 from moegguf.errors import ModelFormatError, OptionError
 from moegguf.gguf.projector import DECODED_BYTES
+from moegguf.gguf.reader import StrPath
 from moegguf.native import library
 from moegguf.text import to_utf8
 
@@ -103,7 +104,7 @@ class Projector:
     the projector is not for images.
     """
 
-    def __init__(self, path: str | os.PathLike[str], llm: UpstreamLlama) -> None:
+    def __init__(self, path: StrPath, llm: UpstreamLlama) -> None:
         self._mtmd = mtmd = library.mtmd()
         self._log = mtmd_log()
         self._no_callback = mtmd.mtmd_helper_post_decode_callback()
@@ -139,7 +140,9 @@ class Projector:
     def _read_chunks(
         self, chunks: int, images: Sequence[Image]
     ) -> tuple[list[int], tuple[ImageSpan, ...]]:
-        mtmd, tokens, spans = self._mtmd, list[int](), list[ImageSpan]()
+        mtmd = self._mtmd
+        tokens = list[int]()
+        spans = list[ImageSpan]()
         keys = [hashlib.sha256(image.data).hexdigest() for image in images]
         for i in range(mtmd.mtmd_input_chunks_size(chunks)):
             chunk = mtmd.mtmd_input_chunks_get(chunks, i)
@@ -182,7 +185,8 @@ class Projector:
         pass than `n_ubatch`. Raises RuntimeError with llama_decode's code, as the
         bindings do.
         """
-        mtmd, goes_on = self._mtmd, False
+        mtmd = self._mtmd
+        goes_on = False
         try:
             chunk = mtmd.mtmd_input_chunks_get(
                 self._decoded(prompt, span.image), span.chunk
@@ -200,7 +204,8 @@ class Projector:
                 raise OptionError(
                     f"the projector cannot read this image: {self._log.reason()}; send another one."
                 )
-            embeddings, end = mtmd.mtmd_get_output_embd(self._context), c.c_int32()
+            embeddings = mtmd.mtmd_get_output_embd(self._context)
+            end = c.c_int32()
             code = mtmd.mtmd_helper_decode_image_chunk(
                 self._context,
                 context,
@@ -246,7 +251,8 @@ class Projector:
         """Returns libmtmd's chunks for these texts and images. Only image number
         `decoded` has pixels; None: no image has pixels. The caller must free the
         chunks. Raises OptionError."""
-        mtmd, bitmaps = self._mtmd, list[int]()
+        mtmd = self._mtmd
+        bitmaps = list[int]()
         self._log.forget()
         try:
             for i, image in enumerate(images):
@@ -285,7 +291,8 @@ class Projector:
         mtmd = self._mtmd
         if not with_pixels:
             return int(mtmd.mtmd_bitmap_init(image.width, image.height, None))
-        data, bitmap = (c.c_uint8 * len(image.data)).from_buffer_copy(image.data), None
+        data = (c.c_uint8 * len(image.data)).from_buffer_copy(image.data)
+        bitmap = None
         # Half of DECODED_BYTES is for inflated data, and half for pixels. Each row of a
         # PNG file has one additional byte: its filter.
         if has_end(image.data) and inflates_within(
@@ -418,7 +425,8 @@ def inflates_within(data: bytes, most_bytes: int) -> bool:
 
     Returns True for another kind of file, and False for data that cannot be inflated.
     """
-    inflater, n_bytes = zlib.decompressobj(), 0
+    inflater = zlib.decompressobj()
+    n_bytes = 0
     try:
         for part in _compressed(data):
             while part and n_bytes <= most_bytes:

@@ -48,6 +48,7 @@ class RecentExperts(RoutingListener):
         """Stops recording experts after a prompt. Returns the bytes to store in the
         block `name`; None if nothing was recorded."""
         self._session.listeners.remove(self)
-        used, self._used = sorted(self._used.items()), {}
+        used = sorted(self._used.items())
+        self._used = {}
         pairs = [(il, expert) for il, experts in used for expert in experts]
         return np.array(pairs, np.int32).T.copy().data.cast("B") if pairs else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.session import Session
+from moegguf.gguf.reader import StrPath
 from moegguf.native.store import EVERY_PASS, ListenOptions
 from moegguf.package import __version__
 from moegguf.processor import read_processor
@@ -46,10 +47,7 @@ class Recording(Recorder):
     """
 
     def __init__(
-        self,
-        session: Session,
-        artifacts: Artifacts,
-        options: TraceOptions | str | os.PathLike[str],
+        self, session: Session, artifacts: Artifacts, options: TraceOptions | StrPath
     ) -> None:
         if not isinstance(options, TraceOptions):
             options = TraceOptions(options)

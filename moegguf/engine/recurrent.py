@@ -43,24 +43,11 @@ ROLLBACK_ARCHS = frozenset((
 ))  # fmt: skip
 """Architectures for which llama.cpp's llm_arch_supports_rs_rollback returns true."""
 FLOAT_BYTES = 4
-STEP_TOKENS = 256  # a KV cache's number of cells is a multiple of this number
+KV_PAD_TOKENS = 256  # a KV cache's number of cells is a multiple of this number
 # Tokens per compressed key of DeepSeek V4, if an indexer chooses among these keys.
 COMPRESSED = 4
 # Tokens per compressed key of DeepSeek V4, if every token reads all of these keys.
 WIDE_COMPRESSED = 128
-
-
-def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
-    """Returns the metadata value `<arch>.<name>`, or its largest element if it is an
-    array; `default` if the name is missing.
-
-    Returns 0 for an empty array, and for a value that is not a whole number from 0 to
-    2^24 - 1.
-    """
-    value: Value = layout.metadata.get(f"{layout.arch}.{name}", default)
-    if isinstance(value, tuple):
-        value = max(value, default=0)
-    return value if isinstance(value, int) and 0 <= value < 1 << 24 else 0
 
 
 def row_bytes(ggml_type: int, n: int) -> int:
@@ -90,13 +77,14 @@ def recurrent_layers(layout: ExpertLayout) -> frozenset[int]:
 
 
 def _is_recurrent(layout: ExpertLayout, il: int) -> bool:
-    arch, hparams = layout.arch, layout.hparams
+    arch = layout.arch
+    hparams = layout.hparams
     if arch in INTERVALS:
         marks = layout.metadata.get(f"{arch}.attention.recurrent_layers")
         if marks is not None:
             return bool(marks[il] if isinstance(marks, tuple) else marks)
         return (il + 1) % (
-            number(layout, "full_attention_interval", INTERVALS[arch]) or 1
+            layout.number("full_attention_interval", INTERVALS[arch]) or 1
         ) != 0
     if arch in WITHOUT_HEADS:
         return not hparams.n_head_kv[il] and not (
@@ -125,19 +113,21 @@ def state_bytes(layout: ExpertLayout) -> int:
     snapshot of the state has the same size."""
     if layout.arch == DEEPSEEK4:
         return _compressor_bytes(layout)
-    n_embd, n_head = layout.hparams.n_embd, layout.hparams.n_head[0]
-    n_conv = number(layout, "ssm.conv_kernel")
-    inner, state = number(layout, "ssm.inner_size"), number(layout, "ssm.state_size")
+    n_embd = layout.hparams.n_embd
+    n_head = layout.hparams.n_head[0]
+    n_conv = layout.number("ssm.conv_kernel")
+    inner = layout.number("ssm.inner_size")
+    state = layout.number("ssm.state_size")
     history = max(0, n_conv - 1) * (
-        inner + 2 * number(layout, "ssm.group_count") * state
+        inner + 2 * layout.number("ssm.group_count") * state
     )
     matrix = inner * state
-    if wkv := number(layout, "wkv.head_size"):
-        history = n_embd * number(layout, "token_shift_count", 2)
+    if wkv := layout.number("wkv.head_size"):
+        history = n_embd * layout.number("token_shift_count", 2)
         matrix = n_embd * wkv
-    elif n_seen := number(layout, "shortconv.l_cache"):
+    elif n_seen := layout.number("shortconv.l_cache"):
         history = n_embd * (n_seen - 1)
-    elif kda := number(layout, "kda.head_dim"):
+    elif kda := layout.number("kda.head_dim"):
         history = 3 * (n_conv - 1 if n_conv else 3) * n_head * kda
         matrix = n_head * kda * kda
     elif layout.arch == "minimax-01":
@@ -153,13 +143,13 @@ def _ngram_floats(layout: ExpertLayout) -> int:
     recurrent state for the latest tokens."""
     layers = layout.metadata.get(f"{layout.arch}.ple.layers", ())
     n_layers = len(layers) if isinstance(layers, tuple) else 0
-    n_before = max(0, number(layout, "ple.conv_kernel") - 1) * number(
-        layout, "ple.ngram_size"
+    n_before = max(0, layout.number("ple.conv_kernel") - 1) * layout.number(
+        "ple.ngram_size"
     )
     return (
         n_layers
         * n_before
-        * number(layout, "hyper_connection.count")
+        * layout.number("hyper_connection.count")
         * layout.hparams.n_embd
     )
 
@@ -172,8 +162,9 @@ def _ratios(layout: ExpertLayout) -> tuple[Value, ...]:
 
 
 def _compressor_bytes(layout: ExpertLayout) -> int:
-    ratios, key = _ratios(layout), layout.hparams.key_length
-    chosen = 2 * COMPRESSED * 2 * (key + number(layout, "attention.indexer.key_length"))
+    ratios = _ratios(layout)
+    key = layout.hparams.key_length
+    chosen = 2 * COMPRESSED * 2 * (key + layout.number("attention.indexer.key_length"))
     wide = WIDE_COMPRESSED * key
     keys_and_scores = 2 * (
         ratios.count(COMPRESSED) * chosen + ratios.count(WIDE_COMPRESSED) * wide
@@ -184,9 +175,10 @@ def _compressor_bytes(layout: ExpertLayout) -> int:
 def compressed_kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int) -> int:
     """Returns the size in bytes of one sequence's KV cache in DeepSeek V4: the keys of
     all tokens, and the compressed keys."""
-    hparams, ratios = layout.hparams, _ratios(layout)
+    hparams = layout.hparams
+    ratios = _ratios(layout)
     key = row_bytes(type_k, hparams.key_length * max(hparams.n_head_kv))
-    indexed = row_bytes(type_k, number(layout, "attention.indexer.key_length"))
+    indexed = row_bytes(type_k, layout.number("attention.indexer.key_length"))
     # Draft heads have a second context.
     n_layer = hparams.n_layer_all + layout.n_layer_nextn * layout.loads_heads
     n_bytes = n_layer * padded(n_ctx) * key
@@ -200,6 +192,6 @@ def compressed_kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int) -> int:
 
 
 def padded(n_tokens: int) -> int:
-    """Returns `n_tokens` rounded up to a multiple of STEP_TOKENS, as llama.cpp rounds
+    """Returns `n_tokens` rounded up to a multiple of KV_PAD_TOKENS, as llama.cpp rounds
     its number of cells."""
-    return -(-n_tokens // STEP_TOKENS) * STEP_TOKENS
+    return -(-n_tokens // KV_PAD_TOKENS) * KV_PAD_TOKENS

@@ -46,7 +46,9 @@ def set_budget(
         context.check_open()
         if session is None:
             return
-        store, plan, controller = session.store, session.plan, context.controller
+        store = session.store
+        plan = session.plan
+        controller = context.controller
         caches = {
             tier: parse_expert_cache(value, tier)
             for tier, value in given.items()
@@ -95,7 +97,8 @@ def _in_vram(session: Session, cache: ExpertCache) -> int:
     """Returns the number of slots that a budget holds on all devices together, in
     addition to the staging tensors that the budget includes. Raises BudgetError if
     there are fewer slots than passes use, or if no device has slots."""
-    plan, store = session.plan, session.store
+    plan = session.plan
+    store = session.store
     if plan.layers_on is not None:
         raise BudgetError(
             f"{cache.as_given}: {plan.layers_on} has the experts of whole layers, which stay there; load the"
@@ -124,7 +127,9 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
 
     Raises BudgetError for too few slots, and if the model has no slots in RAM.
     """
-    store, plan, option = session.store, session.plan, cache.as_given
+    store = session.store
+    plan = session.plan
+    option = cache.as_given
     size = plan.slot_bytes
     least = plan.pass_slots(session.layout, on_device=False)
     if plan.device is None:
@@ -161,11 +166,9 @@ def _budget_slots(
 ) -> int:
     """Returns the number of slots that a budget holds, but at most `most`. For "auto",
     returns `most`."""
-    return (
-        most
-        if cache.mode == "auto"
-        else min(most, budget_slots(cache, session.layout, slot_bytes))
-    )
+    if cache.mode == "auto":
+        return most
+    return min(most, budget_slots(cache, session.layout, slot_bytes))
 
 
 def _checked(

@@ -15,33 +15,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from moegguf.engine.checkpoints import Checkpoints
 from moegguf.engine.sequences import SequenceTokens
 
 
+@dataclass
 class Rollback:
-    """The valid snapshots of a context, which has memory for `n_rs_seq` snapshots of
-    each sequence. `n_ubatch`: maximum number of tokens in an ubatch. `own_cells`: True
-    if the sequences of an ubatch must have consecutive numbers. `checkpoints`: the
-    context's checkpoints; None: it has none."""
+    """The valid snapshots of a context."""
 
-    def __init__(
-        self,
-        n_rs_seq: int,
-        n_ubatch: int,
-        own_cells: bool = False,
-        checkpoints: Checkpoints | None = None,
-    ) -> None:
-        self.checkpoints = checkpoints
-        self._n_rs_seq = n_rs_seq
-        self._n_ubatch = n_ubatch
-        self._own_cells = own_cells
-        # {sequence: number of tokens by which it can be rolled back}.
-        self._n_back: dict[int, int] = {}
-        # Sequences that were rolled back: until their next pass their state is a
-        # snapshot.
-        self._restored: set[int] = set()
+    n_rs_seq: int  # snapshots of each sequence for which the context has memory
+    n_ubatch: int  # maximum number of tokens in an ubatch
+    # True: the sequences of an ubatch must have consecutive numbers.
+    own_cells: bool = False
+    checkpoints: Checkpoints | None = None  # None: the context has no checkpoints
+    # {sequence: number of tokens by which it can be rolled back}.
+    _n_back: dict[int, int] = field(default_factory=dict, init=False)
+    # Sequences that were rolled back: until their next pass their state is a snapshot.
+    _restored: set[int] = field(default_factory=set, init=False)
 
     def most_lost(self, sequences: Sequence[int]) -> int:
         """Returns the maximum number of tokens by which each of these sequences can be
@@ -49,9 +41,9 @@ class Rollback:
         and with the same number of tokens each. Each sequence before them must have one
         token in the pass."""
         first = sequences[0]
-        if self._own_cells and [*sequences] != [*range(first, first + len(sequences))]:
+        if self.own_cells and [*sequences] != [*range(first, first + len(sequences))]:
             return 0
-        return max(0, min(self._n_rs_seq, self._n_ubatch // len(sequences) - 1))
+        return max(0, min(self.n_rs_seq, self.n_ubatch // len(sequences) - 1))
 
     def before_pass(self, chunks: Sequence[SequenceTokens]) -> None:
         """Saves a checkpoint of each sequence that has a draft in the next pass, and
@@ -83,7 +75,7 @@ class Rollback:
         )
         last = [chunk.sequence for chunk in chunks[-n_last:]]
         if len(chunks) == 1:
-            self._n_back[last[0]] = min(self._n_rs_seq, length - 1)
+            self._n_back[last[0]] = min(self.n_rs_seq, length - 1)
         elif length - 1 <= self.most_lost(last) and all(
             chunk.n_evaluated == 1 for chunk in chunks[:-n_last]
         ):

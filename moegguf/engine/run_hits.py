@@ -7,7 +7,6 @@ from contextlib import suppress
 
 from moegguf.engine.known_facts import KnownFact
 from moegguf.engine.stats import Stats
-from moegguf.errors import ExpertIOError
 from moegguf.gguf.experts import ExpertLayout
 
 LEAST_PASSES = 32  # answers with fewer passes are ignored
@@ -40,16 +39,13 @@ class RunHits:
             rates = {
                 share: answers.hit_rate for share, answers in self._answers.items()
             }
-            with suppress(ExpertIOError):
-                _fact(self._layout).write(
-                    [*(read_run_hits(self._layout) | rates).items()]
-                )
+            _fact(self._layout).write([*(read_run_hits(self._layout) | rates).items()])
 
 
 def read_run_hits(layout: ExpertLayout) -> dict[float, float]:
     """Returns {share of experts with a slot: hit rate} of earlier loads; {} if the file
     is damaged or missing."""
-    with suppress(ExpertIOError, ValueError, TypeError):
+    with suppress(ValueError, TypeError):
         return {
             float(share): min(1.0, float(rate))
             for share, rate in _fact(layout).read(list) or ()

@@ -113,13 +113,15 @@ class PassBatch:
 
         Raises OptionError for a chunk without tokens.
         """
-        begin, rows = 0, list[int]()
+        begin = 0
+        rows = list[int]()
         for chunk in chunks:
             if not chunk.tokens:
                 raise OptionError(
                     f"sequence {chunk.sequence} has no tokens to evaluate; give at least one."
                 )
-            end, row = begin + chunk.n_evaluated, begin + len(chunk.tokens) - 1
+            end = begin + chunk.n_evaluated
+            row = begin + len(chunk.tokens) - 1
             self.tokens[begin:end] = [*chunk.tokens, *chunk.draft]
             first = position(chunk.n_past)
             self._positions[begin:end] = np.arange(first, first + end - begin)
@@ -141,7 +143,8 @@ def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> 
     types and head sizes that they support. GPUs, and recurrent states of architectures
     that are not in STATEFUL_ARCHS, do not guarantee it.
     """
-    params, arch = llm.context_params, llm.metadata.get("general.architecture")
+    params = llm.context_params
+    arch = llm.metadata.get("general.architecture")
     return (
         has_kernels(read_processor(), read_environment().kernels)
         and not plan.on_device

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moegguf.engine.devices import gpus
+from moegguf.engine.devices import find_device, gpus
 from moegguf.engine.pinning import note_pinning
 from moegguf.engine.plan import MemoryPlan, Plan, divide_slots, layer_slots
 from moegguf.engine.stats import CPU, RAM, VRAM, DriveStats, Stats, TierStats
@@ -86,7 +86,8 @@ def open_store(
         min(part.n_slots, plan.pass_slots(layout, part.name is not None))
         for part in parts
     ]
-    n_slots, n_ram = [part.n_slots for part in parts], plan.n_ram_slots
+    n_slots = [part.n_slots for part in parts]
+    n_ram = plan.n_ram_slots
     while True:
         slots = [
             DeviceSlots(
@@ -116,7 +117,8 @@ def open_store(
         below = f" and {plan.n_ram_slots} below them" if n_ram else ""
         going_on = f" and {n_ram}" if n_ram else ""
         warnings.warn(
-            f"no memory for {plan.n_slots} expert slots{below}; continuing with {sum(n_slots)}{going_on}, slower.",
+            f"there is no memory for {plan.n_slots} expert slots{below}; continuing with {sum(n_slots)}{going_on},"
+            " more slowly; free some memory, or give a smaller budget for experts.",
             stacklevel=2,
         )
     for tier in store.tiers:
@@ -299,10 +301,10 @@ class Session:
                 _Override(f"^({tables})$".encode(), self.store.row_buffer_type)
             )
         self._overrides = (_Override * (len(overrides) + 1))(*overrides, _Override())
-        handles = (
-            {device.name: device.handle for device in gpus()} if plan.devices else {}
-        )
-        on_devices = [handles[part.name] for part in plan.devices if part.name]
+        there = gpus() if plan.devices else []
+        on_devices = [
+            find_device(there, part.name).handle for part in plan.devices if part.name
+        ]
         self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)
 
     def attach_model(self, params: c.Structure) -> None:
@@ -403,7 +405,8 @@ class Session:
     def stats(self, eval_s: float) -> Stats:
         """Returns the counters and sizes of the store. eval_s: evaluation time in
         seconds, measured by the caller."""
-        counters, info = self.store.counters(), self.store.info()
+        counters = self.store.counters()
+        info = self.store.info()
         seconds: dict[str, Any] = {
             f"{name}_s": counters[f"{name}_ns"] / 1e9
             for name in ("stall", "hook", "read", "upload")
@@ -420,7 +423,8 @@ class Session:
                 key: figures[key]
                 for key in figures.keys() & TierStats.__dataclass_fields__.keys()
             }
-            n_slots, stall_s = figures["n_slots_usable"], figures["stall_ns"] / 1e9
+            n_slots = figures["n_slots_usable"]
+            stall_s = figures["stall_ns"] / 1e9
             fixed = {
                 "n_slots": n_slots,
                 "pool_bytes": n_slots * figures["slot_bytes"],

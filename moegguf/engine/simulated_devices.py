@@ -57,7 +57,8 @@ def devices_of(
 
     Raises OptionError or BudgetError.
     """
-    n_devices, layout = len(tensor_split), layout_of(shape)
+    n_devices = len(tensor_split)
+    layout = layout_of(shape)
     for option, given in (
         ("--vram-cache", shares),
         ("--device-link", links or (None,)),
@@ -83,7 +84,7 @@ def devices_of(
         tensor_split=tuple(tensor_split),
         store=StoreOptions(overlap=False),
     )
-    plan = plan_slots(Task.of(layout, Machine(memory, devices=devices), spec))
+    plan = plan_slots(Task(layout, Machine(memory, devices=devices), spec))
     return tuple(
         DeviceSlots(
             part.name, part.n_slots, tuple(il for il in part.layers if il in shape.row_of), through_ram=True,

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -111,12 +111,14 @@ def make_plan(
     Raises BudgetError if nothing that `spec` allows fits. Raises OptionError for
     options that do not fit the devices.
     """
-    task = Task.of(layout, machine, spec)
+    task = Task(layout, machine, spec)
     if not machine.devices:
         return _plan_cpu(task)
     plans, refused = _plan_each(task)
     kinds = _allowed(task, plans, refused)
-    found, reasons, placement = plans[kinds[0]], list[str](), None
+    found = plans[kinds[0]]
+    reasons = list[str]()
+    placement = None
     if task.is_divided and spec.placement == "auto" and kinds[0] != "cpu":
         reasons.append(
             "placement 'auto' is slots if several devices share the layers; no other placement was compared"
@@ -153,10 +155,8 @@ def _mapped(task: Task, plan: Plan) -> Plan:
     offers no range of addresses for its memory and RAM together. Raises BudgetError if
     RAM does not hold every expert.
     """
-    names, n_experts = (
-        ", ".join(device.name for device in task.machine.devices),
-        plan.n_experts,
-    )
+    names = ", ".join(device.name for device in task.machine.devices)
+    n_experts = plan.n_experts
     if task.is_divided or not maps(names):
         raise OptionError(
             "placement 'slots-mapped' needs one GPU that computes every layer, and a backend that puts its memory and"
@@ -174,18 +174,16 @@ def _mapped(task: Task, plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class Task:
-    """The input of the solver: a model, a machine, and the options and sizes of a
-    load."""
+    """The input of the solver: a model, a machine, and the options of a load."""
 
     layout: ExpertLayout
     machine: Machine
     spec: LoadSpec
-    sizes: Sizes
 
-    @classmethod
-    def of(cls, layout: ExpertLayout, machine: Machine, spec: LoadSpec) -> Task:
-        """Creates a task from these options. Raises the same errors as `Sizes.of`."""
-        return cls(layout, machine, spec, Sizes.of(layout, spec))
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The sizes that the options specify. Raises the same errors as `Sizes.of`."""
+        return Sizes.of(self.layout, self.spec)
 
     @property
     def is_divided(self) -> bool:
@@ -199,22 +197,21 @@ class Task:
         each kind of matrix."""
         return self.spec.placement == "slots-mapped"
 
-    @property
-    def cpu_streams(self) -> bool:
-        """True if the store may stream experts through the CPU's slots."""
+    def cpu_streams(self, layout: ExpertLayout) -> bool:
+        """Returns True if the store may stream the experts of this layout through the
+        CPU's slots."""
         store = self.spec.store
-        return store.overlap if self.machine.devices else store.can_stream
+        may_stream = store.overlap if self.machine.devices else store.can_stream
+        return may_stream and slot_sizes(layout).streams
 
     @property
     def device_sizes(self) -> Sizes:
         """The sizes for planning on devices. With the draft option "auto", nothing is
         drafted on devices, so no snapshots and no checkpoints are planned."""
         sizes = replace(self.sizes, on_device=True)
-        return (
-            replace(sizes, n_rs_seq=0, n_checkpoints=0)
-            if self.spec.draft == "auto"
-            else sizes
-        )
+        if self.spec.draft == "auto":
+            return replace(sizes, n_rs_seq=0, n_checkpoints=0)
+        return sizes
 
     @property
     def n_gpu_layers(self) -> int:
@@ -228,7 +225,8 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
     """Returns the plan of each kind that fits, and the errors of the kinds that do not
     fit. Leaves out kinds that are impossible or that could not be better than the
     others."""
-    plans, refused = dict[Kind, Plan](), dict[Kind, BudgetError]()
+    plans = dict[Kind, Plan]()
+    refused = dict[Kind, BudgetError]()
     for kind, plan in _WAYS.items():
         # Whole layers need one undivided device. They have no advantage if the device
         # has a slot for every expert.
@@ -309,14 +307,13 @@ def predict(
 ) -> Placement:
     """Returns the placement of a plan of this kind, with the tokens per second that the
     cost model predicts while the context is half full."""
-    model, rest = (
-        ModelBytes.of(layout, plan.needs.kv_bytes // 2),
-        plan.slots_layout(layout),
-    )
+    model = ModelBytes.of(layout, plan.needs.kv_bytes // 2)
+    rest = layout.without(plan.whole_layers)
     share = rest.expert_bytes / layout.expert_bytes
     held = plan.n_slots / rest.n_expert_total
     in_ram = min(1.0, held + plan.n_ram_slots / rest.n_expert_total)
-    hit_rate, read = hits.at(held), 1 - hits.at(in_ram)
+    hit_rate = hits.at(held)
+    read = 1 - hits.at(in_ram)
     prompt = partial(
         cost.prompt_tokens_per_s,
         layout,
@@ -400,41 +397,47 @@ class Pool:
         self.slot_bytes = self.slot_bytes or slot_bytes(self.layout)
         self.reasons = list(self.sizes.reasons)
         # A sentence about the tokens of a pass, which `fit` sets.
-        self.pass_reason: tuple[str, ...] = ()
+        self.pass_reason = ""
 
     def fit(self) -> Fit:
-        """Returns the number of slots, and the tokens of a pass.
+        """Returns the number of slots, and the best number of tokens in a pass. Returns
+        no slots for a model without experts.
 
         Raises BudgetError, with the minimum, if the budget (or, for "auto", the free
         memory) is too small. The budget must hold the experts that one token uses in
         one layer, and the experts of an image that must be read in one pass.
         """
         layout = self.layout
+        sizes = self.sizes
         if not layout.is_moe:
+            return 0, sizes.usual_ubatch
+        is_auto = self.cache.mode == "auto"
+        found = self._auto_fits() if is_auto else self._given_fits()
+        fit = found[0]
+        if fit[1] != sizes.n_ubatch:
+            fit = best_fit(layout, found, sizes.n_ctx or PROMPT_TOKENS)
+        n_slots, n_ubatch = fit
+        if is_auto:
+            needs = sizes.needs(layout, n_ubatch, n_slots)
+            beside = needs.total_bytes + self.staging_bytes
             self.reasons.append(
-                "the model has no experts, so it runs as plain llama.cpp"
+                f"{format_bytes(self.memory.available_bytes)} are free ({self.memory.limited_by});"
+                f" {format_bytes(beside)} go to weights that every token uses, the context and buffers,"
+                f" {format_bytes(self.memory.margin)} are kept as a margin"
             )
-            return 0, self.sizes.usual_ubatch
-        fit = self._auto_fit() if self.cache.mode == "auto" else self._given_fit()
-        n_slots, n_total = fit[0], layout.n_expert_total
-        self.reasons.append(
-            "every expert has its own slot, so nothing is read after its first use"
-            if n_slots == n_total
-            else f"{n_slots} of {n_total} experts fit at a time ({n_slots / n_total:.0%}); others are read when needed"
-        )
+        self.pass_reason = self._explain(n_slots, n_ubatch, found)
         return fit
 
-    def _auto_fit(self) -> Fit:
-        """Returns the number of slots and the tokens of a pass for the memory that
-        remains after everything else and the margin. Raises BudgetError if the memory
-        is too small."""
-        layout, sizes, memory, size = (
-            self.layout,
-            self.sizes,
-            self.memory,
-            self.slot_bytes,
-        )
-        most, found = layout.n_expert_total, list[Fit]()
+    def _auto_fits(self) -> list[Fit]:
+        """Returns the candidates to choose from, for the memory that remains after
+        everything else and the margin. Raises BudgetError if the memory is too
+        small."""
+        layout = self.layout
+        sizes = self.sizes
+        memory = self.memory
+        size = self.slot_bytes
+        most = layout.n_expert_total
+        found = list[Fit]()
         if self.cache.n_bytes:
             most = min(most, self.cache.n_bytes // size - self._staging_slots())
         for n_ubatch in self._ubatches(sizes.most_ubatch(layout)):
@@ -443,57 +446,51 @@ class Pool:
                 # save nothing.
                 break
             needs = sizes.needs(layout, n_ubatch)
-            free_bytes = memory.usable_bytes - self.staging_bytes - needs.total_bytes(0)
-            n_slots = min(most, max(0, free_bytes) // (size + needs.slot_work_bytes))
+            free_bytes = memory.usable_bytes - self.staging_bytes - needs.total_bytes
+            work_bytes = 0 if sizes.on_device else slot_work_bytes(layout, n_ubatch)
+            n_slots = min(most, max(0, free_bytes) // (size + work_bytes))
             if n_slots >= layout.n_expert_used and n_ubatch <= self._allowed(n_slots):
                 found.append((n_slots, n_ubatch))
         if not found:
-            least, others = (
-                format_bytes_up(layout.n_expert_used * size),
-                sizes.needs(layout, sizes.one_pass_tokens),
-            )
+            least = format_bytes_up(layout.n_expert_used * size)
+            others = sizes.needs(layout, sizes.one_pass_tokens)
             raise BudgetError(
                 f"{format_bytes(memory.available_bytes)} are free here (limited by {memory.limited_by}), but this model"
-                f" needs {format_bytes(others.total_bytes(0))} for weights that every token uses, a"
+                f" needs {format_bytes(others.total_bytes)} for weights that every token uses, a"
                 f" context of {sizes.n_ctx} tokens and buffers, a margin of {format_bytes(memory.margin)}, and at least"
                 f" {least} for experts; free memory, lower n_ctx (--ctx), or give {self.cache.option} a size."
             )
-        fit = found[0] if found[0][1] == sizes.n_ubatch else self._best(found)
-        beside = sizes.needs(layout, fit[1]).total_bytes(fit[0]) + self.staging_bytes
-        self.reasons.append(
-            f"{format_bytes(memory.available_bytes)} are free ({memory.limited_by}); {format_bytes(beside)} go to"
-            f" weights that every token uses, the context and buffers, {format_bytes(memory.margin)} are kept as a"
-            " margin"
-        )
-        self._explain(
-            fit,
-            found,
-            "this leaves more memory for experts, which saves more reading than the short passes cost",
-        )
-        return fit
+        return found
 
-    def _given_fit(self) -> Fit:
-        """Returns the number of slots in a given budget, and the best number of tokens
-        in a pass. If possible, the buffers of the pass fit into the free memory in
-        addition to the slots."""
-        layout, sizes, size, budget = (
-            self.layout,
-            self.sizes,
-            self.slot_bytes,
-            self.cache.as_given,
-        )
-        n_total, n_staged = layout.n_expert_total, self._staging_slots()
+    def _given_fits(self) -> list[Fit]:
+        """Returns the candidates to choose from for a given budget: pairs of its number
+        of slots and a number of tokens in a pass. Raises BudgetError if the budget is
+        too small.
+
+        If the user has set the number of tokens, it is the only candidate, even if the
+        memory is too small for it. A pass that is longer than usual must leave the
+        margin of the memory free. If no number fits, the usual one is the only
+        candidate.
+        """
+        layout = self.layout
+        sizes = self.sizes
+        memory = self.memory
+        size = self.slot_bytes
+        budget = self.cache.as_given
+        n_total = layout.n_expert_total
+        n_staged = self._staging_slots()
         n_held = budget_slots(self.cache, layout, size) - n_staged
         n_slots = min(n_total, n_held)
-        beside = (
+        staging = (
             f", plus {format_bytes(self.staging_bytes)} for staging" if n_staged else ""
         )
         self.reasons.append(
-            f"{self.cache} of {n_total} experts is {n_held} slots of {format_bytes(size)}{beside}"
+            f"{self.cache} of {n_total} experts is {n_held} slots of {format_bytes(size)}{staging}"
         )
         if n_slots < layout.n_expert_used:
             raise too_few(budget, n_slots, layout.n_expert_used, size)
-        allowed, one_pass = self._allowed(n_slots), sizes.one_pass_tokens
+        allowed = self._allowed(n_slots)
+        one_pass = sizes.one_pass_tokens
         if allowed < one_pass:
             least = layer_slots(layout, one_pass) * size
             if self.slot_tokens < one_pass:
@@ -502,36 +499,18 @@ class Pool:
                 f"this model reads an image in one pass of {one_pass} tokens, but {budget} allows passes of {allowed};"
                 f" give at least {format_bytes_up(least)!r}, or load it without its projector."
             )
-        found = self._given_fits(n_slots, min(allowed, sizes.most_ubatch(layout)))
-        fit = self._best(found)
-        self._explain(fit, found, "more would not fit into the free memory")
-        return fit
-
-    def _best(self, found: Sequence[Fit]) -> Fit:
-        return best_fit(self.layout, found, self.sizes.n_ctx or PROMPT_TOKENS)
-
-    def _given_fits(self, n_slots: int, most: int) -> list[Fit]:
-        """Returns the candidates to choose from: pairs of `n_slots` and a number of
-        tokens in a pass, which is at most `most`.
-
-        If the user has set the number of tokens, it is the only candidate, even if the
-        memory is too small for it. A pass that is longer than usual must leave the
-        margin of the memory free. If no number fits, the first one is the only
-        candidate.
-        """
-        sizes, layout, memory = self.sizes, self.layout, self.memory
-        ubatches = self._ubatches(most)
+        ubatches = self._ubatches(min(allowed, sizes.most_ubatch(layout)))
         if sizes.n_ubatch:
             return [(n_slots, ubatches[0])]
-        beside = self.staging_bytes + n_slots * self.slot_bytes
+        beside = self.staging_bytes + n_slots * size
         found = list[Fit]()
         for n_ubatch in ubatches:
             is_longer = n_ubatch > sizes.usual_ubatch
-            if is_longer and n_slots == layout.n_expert_total:
+            if is_longer and n_slots == n_total:
                 continue  # every expert has a slot, so a longer pass would save nothing
             free_bytes = memory.usable_bytes if is_longer else memory.available_bytes
             if (
-                sizes.needs(layout, n_ubatch).total_bytes(n_slots) + beside
+                sizes.needs(layout, n_ubatch, n_slots).total_bytes + beside
                 <= free_bytes
             ):
                 found.append((n_slots, n_ubatch))
@@ -540,9 +519,9 @@ class Pool:
     def _staging_slots(self) -> int:
         """Returns how many slots of the budget staging tensors occupy; 0 if the budget
         does not include them."""
-        return (
-            slots_for(self.staging_bytes, self.slot_bytes) if self.staging_within else 0
-        )
+        if not self.staging_within:
+            return 0
+        return slots_for(self.staging_bytes, self.slot_bytes)
 
     def _allowed(self, n_slots: int) -> int:
         return allowed_ubatch(self.layout, n_slots, self.streams, self.slot_tokens)
@@ -554,7 +533,8 @@ class Pool:
         Larger and smaller ones are the powers of two, every number up to
         SMALL_UBATCH_TOKENS, and the limits: `most`, and the tokens of an image.
         """
-        least, usual = self.sizes.one_pass_tokens, min(self.sizes.usual_ubatch, most)
+        least = self.sizes.one_pass_tokens
+        usual = min(self.sizes.usual_ubatch, most)
         powers = (1 << bit for bit in range(most.bit_length()))
         numbers = sorted(
             {most, usual, least, *range(1, SMALL_UBATCH_TOKENS + 1), *powers}
@@ -563,25 +543,24 @@ class Pool:
         smaller = [n for n in reversed(numbers) if least <= n < usual]
         return [usual, *larger, *smaller]
 
-    def _explain(self, fit: Fit, found: Sequence[Fit], why: str) -> None:
-        """Sets `pass_reason`, the reason for the number of tokens in a pass.
-
-        fit: the chosen fit. found: the fits from which it was chosen.
-
-        why: the reason to report if a pass has fewer tokens than usual, and neither the
-        device nor the number of slots is the cause.
-        """
-        (n_slots, n_ubatch), wanted, layout = fit, self.sizes.usual_ubatch, self.layout
+    def _explain(self, n_slots: int, n_ubatch: int, found: Sequence[Fit]) -> str:
+        """Returns the sentence about the tokens of a pass. found: the fits from which
+        `n_slots` and `n_ubatch` were chosen."""
+        wanted = self.sizes.usual_ubatch
+        layout = self.layout
         if n_ubatch == wanted:
-            self.pass_reason = (pass_reason(n_ubatch, self._why_usual(n_slots, found)),)
-            return
+            return pass_reason(n_ubatch, self._why_usual(n_slots, found))
         if n_ubatch > wanted:
             why = "a long prompt then reads the experts without a slot less often"
         elif n_ubatch == self.slot_tokens:
             why = "experts in slots give exact results on this device only in passes of at most this size"
         elif layer_slots(layout, wanted, self.streams) > n_slots:
             why = f"{n_slots} slots are fewer than the {layout.n_expert} experts of a layer"
-        self.pass_reason = (pass_reason(n_ubatch, why, wanted),)
+        elif self.cache.mode == "auto":
+            why = "this leaves more memory for experts, which saves more reading than the short passes cost"
+        else:
+            why = "more would not fit into the free memory"
+        return pass_reason(n_ubatch, why, wanted)
 
     def _why_usual(self, n_slots: int, found: Sequence[Fit]) -> str:
         """Returns the reason why a pass has neither more nor fewer tokens than
@@ -635,28 +614,34 @@ def _planned(
     )
 
 
-def _every_layer(layout: ExpertLayout) -> tuple[int, ...]:
-    return tuple(range(count_layers(layout)))
-
-
 def _plan_cpu(task: Task) -> Plan:
     """Returns the plan in which everything runs on the CPU."""
-    layout, memory = task.layout, task.machine.memory
-    streams = task.cpu_streams and slot_sizes(layout).streams
+    layout = task.layout
+    memory = task.machine.memory
+    streams = task.cpu_streams(layout)
     pool = Pool(layout, task.spec.budgets.ram, memory, task.sizes, streams)
     n_slots, n_ubatch = pool.fit()
-    needs = pool.sizes.needs(layout, n_ubatch)
-    total_bytes = needs.total_bytes(n_slots) + n_slots * pool.slot_bytes
+    n_total = layout.n_expert_total
+    reasons = ["the model has no experts, so it runs as plain llama.cpp"]
+    if layout.is_moe:
+        held = "every expert has its own slot, so nothing is read after its first use"
+        if n_slots < n_total:
+            held = (
+                f"{n_slots} of {n_total} experts fit at a time ({n_slots / n_total:.0%});"
+                " others are read when needed"
+            )
+        reasons = [held, pool.pass_reason]
+    needs = pool.sizes.needs(layout, n_ubatch, n_slots)
+    total_bytes = needs.total_bytes + n_slots * pool.slot_bytes
     warnings = (
         *cycle_warnings(layout, n_slots, pool.slot_bytes),
         *short_of(total_bytes, memory),
     )
-    ram = MemoryPlan(
-        None, _every_layer(layout), n_slots, total_bytes, memory.available_bytes
-    )
+    layers = tuple(range(layout.hparams.n_layer_all))
+    ram = MemoryPlan(None, layers, n_slots, total_bytes, memory.available_bytes)
     return _planned(
-        layout, pool.sizes, [ram], n_ubatch, needs=needs.with_slots(n_slots), streams=streams,
-        reasons=(*pool.reasons, *pool.pass_reason), warnings=warnings,
+        layout, pool.sizes, [ram], n_ubatch, needs=needs, streams=streams,
+        reasons=(*pool.reasons, *reasons), warnings=warnings,
     )  # fmt: skip
 
 
@@ -730,7 +715,7 @@ def ram_slots(
     if n_slots < 1:
         raise BudgetError(
             f"{cache.as_given} holds no expert ({format_bytes(ram.available_bytes)} of RAM are free); give"
-            f" at least {format_bytes_up(slot_bytes)!r}."
+            f" at least {format_bytes_up(slot_bytes)!r}, or free memory for 'auto'."
         )
     return min(n_slots, layout.n_expert_total)
 
@@ -757,12 +742,13 @@ def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
     """Returns the sizes for a device that runs every layer, and the bytes for experts
     on the device. A given budget is returned even if it does not fit. For "auto" the
     bytes are negative if the device cannot even hold everything else."""
-    budget, layout = task.spec.budgets.vram[0], task.layout
+    budget = task.spec.budgets.vram[0]
+    layout = task.layout
     sizes = choose_context(layout, task.device_sizes, device.free_bytes, budget)
     if budget.mode == "auto":
         free = (
             device.free_bytes
-            - sizes.needs(layout, sizes.usual_ubatch).total_bytes(0)
+            - sizes.needs(layout, sizes.usual_ubatch).total_bytes
             - device.margin
         )
         return sizes, min(free, budget.n_bytes or free)
@@ -794,20 +780,18 @@ def plan_layers(task: Task) -> Plan:
     Raises BudgetError if the device has too little memory, or if RAM holds too few
     experts for a token or an image.
     """
-    (device,), ram, layout, cache = (
-        task.machine.devices,
-        task.machine.memory,
-        task.layout,
-        task.spec.budgets.ram,
-    )
+    (device,) = task.machine.devices
+    ram = task.machine.memory
+    layout = task.layout
+    cache = task.spec.budgets.ram
     sizes, room_bytes = _expert_room(task, device)
     whole = _last_layers(layout, room_bytes)
-    rest = layout.only(layer.il for layer in layout.layers if layer.il not in whole)
+    rest = layout.without(whole)
     size = slot_bytes(rest)
     n_slots = ram_slots(rest, cache, ram, size, sizes.usual_ubatch)
     if n_slots < rest.n_expert_used:
         raise too_few(cache.as_given, n_slots, rest.n_expert_used, size)
-    streams = task.cpu_streams and slot_sizes(rest).streams
+    streams = task.cpu_streams(rest)
     allowed = allowed_ubatch(rest, n_slots, streams)
     if allowed < sizes.one_pass_tokens:
         raise BudgetError(
@@ -819,7 +803,7 @@ def plan_layers(task: Task) -> Plan:
     host = host_bytes(layout, n_ubatch) + n_slots * (
         size + slot_work_bytes(layout, n_ubatch)
     )
-    on_device = needs.total_bytes(0)
+    on_device = needs.total_bytes
     if on_device > device.free_bytes:
         raise BudgetError(
             f"whole layers, context and buffers take {format_bytes(on_device)}, but {format_bytes(device.free_bytes)}"
@@ -837,7 +821,7 @@ def plan_layers(task: Task) -> Plan:
             else "as many as the slots in RAM and a usual pass allow",
         ),
     )
-    layers = _every_layer(layout)
+    layers = tuple(range(layout.hparams.n_layer_all))
     memories = (
         MemoryPlan(device.name, layers, 0, on_device, device.free_bytes),
         MemoryPlan(None, layers, n_slots, host, ram.available_bytes),
@@ -885,13 +869,6 @@ def device_of_layers(
     ).tolist()
 
 
-def count_layers(layout: ExpertLayout) -> int:
-    """Returns the number of layers that llama.cpp counts in `n_gpu_layers`. This
-    includes multi-token-prediction layers, but not the output."""
-    n_layer = layout.metadata.get(f"{layout.arch}.block_count", layout.n_layer)
-    return n_layer if isinstance(n_layer, int) else layout.n_layer
-
-
 def share_out(
     total: int, shares: Sequence[int], most: Sequence[int], least: int
 ) -> list[int]:
@@ -899,7 +876,7 @@ def share_out(
 
     No device gets more than its entry in `most`; the other devices get the remaining
     slots. If there are enough slots, each device gets at least `least`, or its `most`
-    if that is smaller.
+    if that is smaller. The share of a device that may get slots must be above 0.
     """
     least = min(least, total // max(1, sum(of > 0 for of in most)))
     given = [min(of, least) for of in most]
@@ -907,10 +884,7 @@ def share_out(
         free := [d for d in range(len(most)) if given[d] < most[d]]
     ):
         weight = sum(shares[d] for d in free)
-        more = {
-            d: min(most[d] - given[d], left * shares[d] // weight if weight else 0)
-            for d in free
-        }
+        more = {d: min(most[d] - given[d], left * shares[d] // weight) for d in free}
         if not any(more.values()):
             more = {free[0]: 1}
         for d, n in more.items():
@@ -941,13 +915,10 @@ def plan_slots(task: Task) -> Plan:
         layout=padded(task.layout, [device.name for device in task.machine.devices]),
     )
     without: Plan | None = None
-    refused: BudgetError | None = None
-    try:
+    # Also raised if an image needs a longer pass than the slots allow, which staging may
+    # solve.
+    with suppress(BudgetError):
         without = _plan_slots(task, 0)
-    # also raised if an image needs a longer pass than the slots allow, which staging
-    # may solve
-    except BudgetError as error:
-        refused = error
     tensors = (
         range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0)
     )
@@ -964,8 +935,7 @@ def plan_slots(task: Task) -> Plan:
             )
             return replace(staged, reasons=(*staged.reasons, reason))
     if without is None:
-        assert refused is not None
-        raise refused
+        return _plan_slots(task, 0)  # raises the BudgetError
     return without
 
 
@@ -1035,15 +1005,17 @@ class _SlotsPlanner:
     def __init__(
         self, task: Task, n_staging: int, classes: tuple[tuple[int, ...], ...] = ()
     ) -> None:
-        self._task, self._n_staging = task, n_staging
-        self._layout, self._devices, self._vram = (
-            task.layout,
-            task.machine.devices,
-            task.spec.budgets.vram,
-        )
-        self._n_layer = count_layers(task.layout)
+        self._task = task
+        self._n_staging = n_staging
+        self._layout = task.layout
+        self._devices = task.machine.devices
+        self._vram = task.spec.budgets.vram
+        # Number of layers that llama.cpp counts in `n_gpu_layers`. This includes
+        # multi-token-prediction layers, but not the output.
+        self._n_layer = task.layout.hparams.n_layer_all
         self._names = ", ".join(device.name for device in self._devices)
-        n_devices, n_gpu_layers = len(self._devices), task.n_gpu_layers
+        n_devices = len(self._devices)
+        n_gpu_layers = task.n_gpu_layers
         self._is_alone = (
             n_devices == len(self._vram) == 1 and not 0 <= n_gpu_layers <= self._n_layer
         )
@@ -1057,15 +1029,16 @@ class _SlotsPlanner:
             self._layout, n_staging, can_pack=not task.wants_mapped
         )
         self._slot_tokens = min(slot_tokens(device.name) for device in self._devices)
-        total, free = (
-            sum(getattr(d, name) for d in self._devices)
-            for name in ("total_bytes", "free_bytes")
+        memory = Memory(
+            sum(device.total_bytes for device in self._devices),
+            sum(device.free_bytes for device in self._devices),
+            f"the device{'s' * (n_devices > 1)} {self._names}",
+            sum(device.margin for device in self._devices),
         )
-        where = f"the device{'s' * (n_devices > 1)} {self._names}"
         self._pool = Pool(
             self._layout,
             self._joint_budget(),
-            Memory(total, free, where, sum(device.margin for device in self._devices)),
+            memory,
             task.device_sizes,
             n_staging > 0,
             n_devices * self._staging_bytes,
@@ -1082,8 +1055,6 @@ class _SlotsPlanner:
         self._ram_size = max(
             slot_bytes(self._layout), slot_bytes(self._layout, on_device=True)
         )
-        counts = {layer.il: layer.n_expert for layer in self._layout.layers}
-        self._n_experts = [counts.get(il, 0) for il in range(self._n_layer)]
         embedding_bytes = self._layout.n_vocab * row_bytes(
             F16, self._layout.hparams.n_embd
         )
@@ -1096,7 +1067,8 @@ class _SlotsPlanner:
     def _check_numbers(self) -> None:
         """Raises BudgetError or OptionError if the number of budgets or proportions
         does not fit the number of devices."""
-        n_devices, n_vram = len(self._devices), len(self._vram)
+        n_devices = len(self._devices)
+        n_vram = len(self._vram)
         if n_vram not in (1, n_devices):
             raise BudgetError(
                 f"vram_cache has {n_vram} budgets for {n_devices} devices ({self._names}); give one for all of them"
@@ -1125,7 +1097,9 @@ class _SlotsPlanner:
         """Returns the size in bytes of each layer. This is its own weights except
         experts, its part of the KV cache, and an equal share of the weights that belong
         to no layer. The output is not included."""
-        layout, needs, n_layer = self._layout, self._needs, self._n_layer
+        layout = self._layout
+        needs = self._needs
+        n_layer = self._n_layer
         own = [layout.layer_dense_bytes.get(il, 0) for il in range(n_layer)]
         heads = [*layout.hparams.n_head_kv[:n_layer], *([0] * n_layer)][:n_layer]
         heads = heads if any(heads) else [1] * n_layer
@@ -1137,25 +1111,24 @@ class _SlotsPlanner:
 
     def plan(self) -> Plan:
         """Makes the plan."""
-        layout, size, memory = self._layout, self._size, self._task.machine.memory
-        tensor_split, on = (
-            (None, [0] * self._n_layer) if self._is_alone else self._device_of_layers()
-        )
+        layout = self._layout
+        size = self._size
+        memory = self._task.machine.memory
+        tensor_split, on = self._device_of_layers()
         order = (*range(len(self._devices)), ON_CPU)
         layers = [tuple(il for il, d in enumerate(on) if d == index) for index in order]
-        counts, on_cpu = [self._experts_of(of) for of in layers], layers[-1]
-        slots = [self._n_slots] if self._is_alone else self._slots(layers[:-1])
+        counts = [layout.experts_in(of) for of in layers]
+        on_cpu = layers[-1]
+        slots = self._slots(layers[:-1])
         below = sum(n for n, n_slots in zip(counts, slots, strict=False) if n_slots < n)
         n_cpu, n_ram = self._ram_slots(on_cpu, counts[-1], below)
         n_ubatch = min([self._n_ubatch, *self._allowed([*slots, n_cpu], counts)])
-        pass_reasons = self._pool.pass_reason
+        why_ubatch = self._pool.pass_reason
         if n_ubatch < self._n_ubatch:
-            pass_reasons = (
-                pass_reason(
-                    n_ubatch,
-                    "the slots hold the experts of at most this number of tokens",
-                    self._n_ubatch,
-                ),
+            why_ubatch = pass_reason(
+                n_ubatch,
+                "the slots hold the experts of at most this number of tokens",
+                self._n_ubatch,
             )
         host = (
             host_bytes(layout, n_ubatch)
@@ -1163,24 +1136,20 @@ class _SlotsPlanner:
             + self._bytes_of(on_cpu)
         )
         parts = list[MemoryPlan]()
-        for device, of, n in zip(self._devices, layers, slots, strict=False):
-            n_bytes = self._bytes_without_slots(of) + n * size
-            if self._is_alone:
-                n_bytes = self._needs.total_bytes(0) + n * size + self._staging_bytes
-            parts.append(MemoryPlan(device.name, of, n, n_bytes, device.free_bytes))
-        ram = MemoryPlan(None, on_cpu, n_cpu, host, memory.available_bytes, n_ram)
         warnings = [
             *cycle_warnings(layout, sum(slots) + n_cpu, size),
             *short_of(host, memory, " of RAM"),
         ]
-        for device, part in zip(self._devices, parts, strict=True):
-            warnings += short_of(
-                part.total_bytes, device.memory, f" on {device.name}", "VRAM"
-            )
-        cpu_streams = self._task.cpu_streams and slot_sizes(layout).streams
+        for device, of, n in zip(self._devices, layers, slots, strict=False):
+            n_bytes = self._bytes_without_slots(of) + n * size
+            parts.append(MemoryPlan(device.name, of, n, n_bytes, device.free_bytes))
+            warnings += short_of(n_bytes, device.memory, f" on {device.name}", "VRAM")
+        parts.append(
+            MemoryPlan(None, on_cpu, n_cpu, host, memory.available_bytes, n_ram)
+        )
         return _planned(
-            layout, self._pool.sizes, [*parts, ram], n_ubatch, needs=self._needs,
-            streams=cpu_streams if n_cpu else self._n_staging > 0,
+            layout, self._pool.sizes, parts, n_ubatch, needs=self._needs,
+            streams=self._streams(on_cpu=n_cpu > 0),
             slot_tokens=self._slot_tokens,
             n_staging=self._n_staging,
             size_classes=self._classes,
@@ -1189,23 +1158,26 @@ class _SlotsPlanner:
             staging_bytes=self._staging_bytes * sum(n > 0 for n in slots),
             n_gpu_layers=self._task.n_gpu_layers,
             tensor_split=tensor_split,
-            reasons=(*self._pool.reasons[:-1], *self._reasons([*parts, ram]), *pass_reasons),
+            reasons=(*self._pool.reasons, *self._reasons(parts), why_ubatch),
             warnings=tuple(warnings),
         )  # fmt: skip
 
-    def _device_of_layers(self) -> tuple[tuple[float, ...], list[int]]:
-        """Returns the tensor_split for llama.cpp, and the device of each layer. Unless
-        the user has set tensor_split, the split is in proportion to the memory that
-        devices have for layers. Raises OptionError if no layer with experts is on a
-        device."""
-        n_gpu_layers, rooms = self._task.n_gpu_layers, list[int]()
+    def _device_of_layers(self) -> tuple[tuple[float, ...] | None, list[int]]:
+        """Returns the tensor_split for llama.cpp (None if one device has all layers),
+        and the device of each layer. Unless the user has set tensor_split, the split is
+        in proportion to the memory that devices have for layers. Raises OptionError if
+        no layer with experts is on a device."""
+        if self._is_alone:
+            return None, [0] * self._n_layer
+        n_gpu_layers = self._task.n_gpu_layers
+        rooms = list[int]()
         beside = self._needs.compute_bytes + self._staging_bytes
         for d, device in enumerate(self._devices):
             free = max(1, device.free_bytes - device.margin - beside)
             rooms.append(min(free, self._slots_bytes(d, free)))
         split = tuple(map(float, self._split or rooms))
         on = device_of_layers(self._n_layer, split, n_gpu_layers)
-        if not any(d != ON_CPU and n for d, n in zip(on, self._n_experts, strict=True)):
+        if not self._layout.experts_in([il for il, d in enumerate(on) if d != ON_CPU]):
             raise OptionError(
                 f"vram_cache needs a layer with experts on a device, but n_gpu_layers {n_gpu_layers} puts none there;"
                 " give a larger n_gpu_layers, or leave vram_cache out."
@@ -1224,14 +1196,9 @@ class _SlotsPlanner:
         n_bytes = (
             cache.n_bytes or budget_slots(cache, self._layout, self._size) * self._size
         )
-        return (
-            max(0, n_bytes - self._staging_bytes)
-            if self._task.spec.store.staging is None
-            else n_bytes
-        )
-
-    def _experts_of(self, layers: Iterable[int]) -> int:
-        return sum(self._n_experts[il] for il in layers)
+        if self._task.spec.store.staging is None:
+            return max(0, n_bytes - self._staging_bytes)
+        return n_bytes
 
     def _bytes_of(self, layers: Iterable[int]) -> int:
         return sum(self._layer_bytes[il] for il in layers)
@@ -1239,19 +1206,21 @@ class _SlotsPlanner:
     def _bytes_without_slots(self, layers: Sequence[int]) -> int:
         """Returns how many bytes a device with these layers holds in addition to its
         slots."""
+        if self._is_alone:
+            return self._needs.total_bytes + self._staging_bytes
         output = self._output_bytes if self._n_layer - 1 in layers else 0
-        staged = self._staging_bytes if self._experts_of(layers) else 0
+        staged = self._staging_bytes if self._layout.experts_in(layers) else 0
         return self._bytes_of(layers) + output + self._needs.compute_bytes + staged
 
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
         """Returns each device's number of slots. `layers` lists the layers of each
         device. If all devices share one budget, slots that do not fit on a device go to
         the others."""
-        size, least, most = (
-            self._size,
-            self._layout.n_expert_used,
-            [self._experts_of(of) for of in layers],
-        )
+        if self._is_alone:
+            return [self._n_slots]
+        size = self._size
+        least = self._layout.n_expert_used
+        most = [self._layout.experts_in(of) for of in layers]
         left = [
             d.free_bytes - self._bytes_without_slots(of)
             for d, of in zip(self._devices, layers, strict=True)
@@ -1279,7 +1248,8 @@ class _SlotsPlanner:
         A memory with a slot for each expert of its layers yields nothing, because it
         sets no limit. Raises BudgetError for fewer slots than a token needs.
         """
-        least, budgets = self._layout.n_expert_used, self._task.spec.budgets
+        least = self._layout.n_expert_used
+        budgets = self._task.spec.budgets
         names = [*(device.name for device in self._devices), None]
         for name, n_slots, n_experts in zip(names, slots, counts, strict=True):
             if not n_experts:
@@ -1300,11 +1270,15 @@ class _SlotsPlanner:
                     n_sharing,
                 )
             if n_slots < n_experts:
-                cpu_streams = (
-                    self._task.cpu_streams and slot_sizes(self._layout).streams
-                )
-                streams = cpu_streams if name is None else self._n_staging > 0
+                streams = self._streams(on_cpu=name is None)
                 yield allowed_ubatch(self._layout, n_slots, streams, slot_tokens(name))
+
+    def _streams(self, *, on_cpu: bool) -> bool:
+        """Returns True if a pass may use more experts of a layer than there are slots,
+        because the CPU streams experts, or because a device stages them."""
+        if on_cpu:
+            return self._task.cpu_streams(self._layout)
+        return self._n_staging > 0
 
     def _ram_slots(
         self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int
@@ -1316,7 +1290,8 @@ class _SlotsPlanner:
         """
         if n_on_cpu + n_below == 0:
             return 0, 0
-        memory, cache = self._task.machine.memory, self._task.spec.budgets.ram
+        memory = self._task.machine.memory
+        cache = self._task.spec.budgets.ram
         taken = self._bytes_of(cpu_layers) + (
             self._needs.compute_bytes if n_on_cpu else 0
         )
@@ -1325,10 +1300,8 @@ class _SlotsPlanner:
             ram_slots(self._layout, cache, left, self._ram_size, self._n_ubatch),
             n_on_cpu + n_below,
         )
-        least_cpu, least_below = (
-            min(n_on_cpu, self._layout.n_expert_used),
-            min(1, n_below),
-        )
+        least_cpu = min(n_on_cpu, self._layout.n_expert_used)
+        least_below = min(1, n_below)
         if total < least_cpu + least_below:
             least = format_bytes_up((least_cpu + least_below) * self._ram_size)
             raise BudgetError(
@@ -1344,7 +1317,7 @@ class _SlotsPlanner:
                 yield (
                     f"{len(part.layers)} layers ({part.layers[0]} to {part.layers[-1]}) are computed on"
                     f" {part.name or 'the CPU'}, with slots for {part.n_slots} of their"
-                    f" {self._experts_of(part.layers)} experts ({format_bytes(part.n_slots * self._size)})"
+                    f" {self._layout.experts_in(part.layers)} experts ({format_bytes(part.n_slots * self._size)})"
                 )
         ram = parts[-1]
         if ram.n_below:
@@ -1352,7 +1325,8 @@ class _SlotsPlanner:
         elif not ram.n_slots:
             yield "every expert has a slot on a device: none is kept in RAM"
         if self._classes:
-            n_large, more = len(self._classes[-1]), self._ram_size / self._size - 1
+            n_large = len(self._classes[-1])
+            more = self._ram_size / self._size - 1
             yield (
                 f"{n_large} layers with larger experts have larger slots of their own, which leaves memory for"
                 f" {more:.0%} more slots"

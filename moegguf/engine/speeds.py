@@ -14,10 +14,11 @@ import os
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from moegguf.engine.machine import (
     memory_read_speed,
     read_memory,
 )
+from moegguf.engine.recurrent import row_bytes
 from moegguf.errors import AllocationError, ExpertIOError, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import GGML_TYPES, ggml_type
@@ -74,16 +76,13 @@ BLOCK_BYTES = 512  # bytes per block in st_blocks
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OSError, OptionError)
 
 
+@dataclass(frozen=True)
 class KnownSpeeds:
-    """The speeds of devices, and of the CPU with `n_threads` threads, for one model.
+    """The speeds of devices, and of the CPU with `n_threads` threads, for one model."""
 
-    repack: True if experts are interleaved in the CPU's slots.
-    """
-
-    def __init__(
-        self, layout: ExpertLayout, n_threads: int, repack: bool = True
-    ) -> None:
-        self._layout, self._n_threads, self._repack = layout, n_threads, repack
+    layout: ExpertLayout
+    n_threads: int
+    repack: bool = True  # True: experts are interleaved in the CPU's slots
 
     def speeds(self, device: Device) -> Speeds:
         """Returns the speeds that were measured before, or measures them now. Returns
@@ -109,12 +108,7 @@ class KnownSpeeds:
         if known := self.known(device):
             return known
         arguments = json.dumps(
-            [
-                str(self._layout.shards[0].path),
-                vars(device),
-                self._n_threads,
-                self._repack,
-            ]
+            [str(self.layout.shards[0].path), vars(device), self.n_threads, self.repack]
         )
         try:
             asked = subprocess.run(
@@ -138,19 +132,19 @@ class KnownSpeeds:
     def _fact(self, device: Device) -> KnownFact:
         file_system = 0
         with suppress(OSError):  # the model's file may be missing on this machine
-            file_system = self._layout.shards[0].path.stat().st_dev
+            file_system = self.layout.shards[0].path.stat().st_dev
         about = [
             device.name,
             device.description,
             device.total_bytes,
             file_system,
-            self._n_threads,
-            self._repack,
+            self.n_threads,
+            self.repack,
         ]
-        return KnownFact("placements", self._layout, about)
+        return KnownFact("placements", self.layout, about)
 
     def _measure(self, device: Device) -> Speeds:
-        layout = self._layout
+        layout = self.layout
         file = os.stat(layout.shards[0].path)
         if file.st_blocks * BLOCK_BYTES < file.st_size // 2:
             raise ExpertIOError(
@@ -164,12 +158,12 @@ class KnownSpeeds:
         if not disk.bytes_per_s > 0:
             raise AllocationError("nothing was read from the disk")
         return measure_speeds(
-            layout, device.name, self._n_threads, self._repack, disk.bytes_per_s
+            layout, device.name, self.n_threads, self.repack, disk.bytes_per_s
         )
 
     def _supposed(self, error: Exception) -> Speeds:
         cpu_bytes_per_s = memory_read_speed(
-            min(max(1, self._n_threads), MOST_READ_THREADS)
+            min(max(1, self.n_threads), MOST_READ_THREADS)
         )
         source = f"assumed, not measured ({str(error).rstrip('.')})"
         return Speeds.supposed(
@@ -230,11 +224,10 @@ def measure_speeds(
     for these experts.
     """
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
-    of_layer, dense, seconds = (
-        layout.only([layer.il]),
-        dense_types(layout),
-        SECONDS / TURNS,
-    )
+    of_layer = layout.only([layer.il])
+    n_embd = layout.hparams.n_embd
+    dense = dense_types(layout)
+    seconds = SECONDS / TURNS
     ram_bytes = cpu_pool_bytes(read_memory().usable_bytes)
     size = slot_sizes(of_layer).slot_bytes
     n_slots, n_ram_slots = (
@@ -245,11 +238,10 @@ def measure_speeds(
     for matrix in matrices:
         matrix.n_expert = max(n_slots, n_ram_slots)
     paths = [os.fsencode(shard.path) for shard in layout.shards]
-    how, token_bytes = (
-        (device, n_threads, repack),
-        layer.n_expert_used * layer.expert_bytes,
-    )
-    turns, dense_turns = list[Any](), dict[int, list[Any]]()
+    how = (device, n_threads, repack)
+    token_bytes = layer.n_expert_used * layer.expert_bytes
+    turns = list[Any]()
+    dense_turns = defaultdict[int, list[Any]](list)
     for _ in range(TURNS):
         slots = n_slots, n_ram_slots
         turns.append(
@@ -258,35 +250,28 @@ def measure_speeds(
             )
         )
         for number in dense:
-            _, block, block_bytes = GGML_TYPES[number]
-            n_blocks, is_whole = (
-                layout.hparams.n_embd // block,
-                layout.hparams.n_embd % block == 0,
+            n_rows = max(64, DENSE_BYTES // row_bytes(number, n_embd))
+            n_bytes = n_rows * row_bytes(number, n_embd)
+            matrix = (abi.Matrix * 1)(
+                abi.Matrix(
+                    b"dense",
+                    kind=abi.DOWN,
+                    type=number,
+                    n_expert=MOST_SLOTS,
+                    ne0=n_embd,
+                    ne1=n_rows,
+                    expert_bytes=n_bytes,
+                )
             )
-            # A row of n_embd values is a whole number of blocks of this type.
-            if is_whole:
-                n_rows = max(64, DENSE_BYTES // (n_blocks * block_bytes))
-                shape = (
-                    1 << 10,
-                    n_blocks * block,
-                    n_rows,
-                    0,
-                    0,
-                    0,
-                    n_rows * n_blocks * block_bytes,
+            # if no expert of the model has this type, the device may lack a kernel
+            # for it; the type is then not measured
+            with suppress(OptionError):
+                slots = (
+                    max(2, POOL_BYTES // n_bytes),
+                    max(2, min(MOST_SLOTS, ram_bytes // n_bytes)),
                 )
-                matrix = (abi.Matrix * 1)(
-                    abi.Matrix(b"dense", 0, abi.DOWN, number, *shape)
-                )
-                # if no expert of the model has this type, the device may lack a kernel
-                # for it; the type is then not measured
-                with suppress(OptionError):
-                    slots = (
-                        max(2, POOL_BYTES // shape[-1]),
-                        max(2, min(MOST_SLOTS, ram_bytes // shape[-1])),
-                    )
-                    found = _measure(matrix, [], 0, 1, slots, *how, seconds / 2)
-                    dense_turns.setdefault(number, []).append(found)
+                found = _measure(matrix, [], 0, 1, slots, *how, seconds / 2)
+                dense_turns[number].append(found)
     speeds = best_of(turns, token_bytes)
     cpu_ns = device_ns = 0.0
     for number, of_turns in dense_turns.items():
@@ -294,7 +279,8 @@ def measure_speeds(
         cpu_ns += dense[number] / of_type.cpu_bytes_per_ns
         device_ns += dense[number] / of_type.device_bytes_per_ns
     # Bytes/ns become bytes/s.
-    n_dense, share = sum(dense[number] for number in dense_turns), GRAPH_SHARE * 1e9
+    n_dense = sum(dense[number] for number in dense_turns)
+    share = GRAPH_SHARE * 1e9
     return Speeds(
         device_bytes_per_s=share * speeds.device_bytes_per_ns,
         copies=Link(speeds.copy_bytes_per_ns * 1e9, speeds.copy_ns / 1e9),
@@ -346,21 +332,17 @@ def best_of(turns: Sequence[Any], token_bytes: int) -> Any:
 
 
 def dense_types(layout: ExpertLayout) -> dict[int, int]:
-    """Returns {ggml type: bytes of weights outside experts}, without types that have
-    too few bytes to be measured."""
-    of_experts = dict[int, int]()
+    """Returns {ggml type: bytes of weights outside experts} for the types to measure.
+    Leaves out types with too few bytes. Also leaves out a type if n_embd values are not
+    a whole number of its blocks."""
+    dense = {ggml_type(name): size for name, (_, size) in layout.tensor_types.items()}
     for matrix in layout.matrices:
-        of_experts[matrix.ggml_type] = (
-            of_experts.get(matrix.ggml_type, 0) + matrix.n_expert * matrix.expert_bytes
-        )
-    n_bytes = {ggml_type(name): size for name, (_, size) in layout.tensor_types.items()}
-    dense = {
-        number: size - of_experts.get(number, 0) for number, size in n_bytes.items()
-    }
+        dense[matrix.ggml_type] -= matrix.n_expert * matrix.expert_bytes
     return {
         number: size
         for number, size in dense.items()
         if size > LEAST_SHARE * layout.dense_bytes
+        and layout.hparams.n_embd % GGML_TYPES[number][1] == 0
     }
 
 

@@ -254,11 +254,9 @@ class Stats(Lookups):
         """Share of the time of copies into staging tensors during which no layer
         waited: 1 - staging_stall_s / staging_copy_s, but at least 0. The value is 0.0
         if there were no copies."""
-        return (
-            max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s))
-            if self.staging_copy_s
-            else 0.0
-        )
+        if not self.staging_copy_s:
+            return 0.0
+        return max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s))
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
         """Returns the time that computation and a copy of the missed bytes at this link
@@ -305,7 +303,8 @@ def _combined(
         name: operator(*pair) for name, pair in pairs.items() if name not in fixed
     }
     for name in PARTS if isinstance(now, Stats) else ():
-        parts, known = pairs[name][0], {part.key: part for part in pairs[name][1]}
+        parts = pairs[name][0]
+        known = {part.key: part for part in pairs[name][1]}
         changed[name] = tuple(
             part
             if (like := known.get(part.key)) is None

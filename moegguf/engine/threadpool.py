@@ -117,7 +117,8 @@ class ThreadGovernor:
         this was not measured.
         """
         free = self._n_cpu - others
-        at_least, at_most = math.floor(free + RAISE_AT), math.floor(free + LOWER_AT)
+        at_least = math.floor(free + RAISE_AT)
+        at_most = math.floor(free + LOWER_AT)
         n_free = max(1, min(max(self._n_free, at_least), at_most, self._n_max))
         if n_free != self._n_free:
             self._n_free = n_free
@@ -154,7 +155,8 @@ class GovernedThreads:
         self._governor = ThreadGovernor(self._use.n_cpu, n_max)
         self._set_n_threads = library.llama_cpp().llama_set_n_threads
         self._decoded: list[float] | None = []
-        self._stalled_s, self._begun_s = stall_s(), time.perf_counter()
+        self._stalled_s = stall_s()
+        self._begun_s = time.perf_counter()
         self._ended_s = self._begun_s  # end of the last pass
 
     @property
@@ -168,7 +170,9 @@ class GovernedThreads:
         now_s = time.perf_counter()
         if now_s - self._begun_s < PERIOD_S:
             return
-        stalled_s, others, before = self._stall_s(), self._use.others(), self.n_threads
+        stalled_s = self._stall_s()
+        others = self._use.others()
+        before = self.n_threads
         if now_s - self._ended_s < IDLE_S:
             # Compute time per token in seconds; None after a pass of several tokens, or
             # without a pass.
@@ -188,7 +192,8 @@ class GovernedThreads:
                     token_s=token_s,
                 )
         self._decoded = []
-        self._stalled_s, self._begun_s = stalled_s, now_s
+        self._stalled_s = stalled_s
+        self._begun_s = now_s
 
     def after_pass(self, n_tokens: int, seconds: float) -> None:
         """Records the end of a pass, which took `seconds`. Only passes of one token are

@@ -120,17 +120,17 @@ def try_first(
     should, or if the system killed it. Raises ExpertIOError if the mapped file could
     not be read.
     """
-    mode, tried = read_environment().trial_load, _tried(options)
+    mode = read_environment().trial_load
+    tried = _tried(options)
     if mode == "off":
         return
     verdict = _verdict(layout, tried, projector)
     reason = None if mode == "again" else verdict.read(str)
-    name, without = layout.shards[0].path.name, ""
+    name = layout.shards[0].path.name
+    without = ""
     if projector is not None:
-        name, without = (
-            f"{name} with {projector.path.name}",
-            "load the model without its projector, ",
-        )
+        name = f"{name} with {projector.path.name}"
+        without = "load the model without its projector, "
     if reason is None:
         try:
             reason, is_lasting = _run(_request(layout, tried, projector), waiting)
@@ -163,13 +163,16 @@ def _tried(options: Mapping[str, Any]) -> dict[str, Any]:
 def _request(
     layout: ExpertLayout, options: dict[str, Any], projector: ProjectorHeader | None
 ) -> Request:
-    n_image, n_ctx, extra_s = 0, N_CTX, COMPILE_S if has_gpu() else 0
+    n_image = 0
+    n_ctx = N_CTX
+    extra_s = COMPILE_S if has_gpu() else 0
     dense_bytes = layout.dense_bytes if layout.is_moe else layout.n_bytes
     beside = dense_bytes - layout.dense_bytes
     if adapter := options.get("lora_path"):
         beside += read_adapter(adapter).n_bytes
     if projector is not None:
-        n_image, n_ctx = projector.one_pass_tokens, N_CTX + N_IMAGE_TOKENS
+        n_image = projector.one_pass_tokens
+        n_ctx = N_CTX + N_IMAGE_TOKENS
         extra_s += (
             projector.weight_bytes
             * min(projector.n_patches, MAX_PATCHES)
@@ -192,12 +195,8 @@ def _request(
         "context_store": 0, "policy": "lru", "verbose": False, "n_threads": 1, "n_threads_batch": n_threads_batch,
         "mmproj": str(projector.path.absolute()) if projector is not None else None,
     }  # fmt: skip
-    needs = (
-        Sizes(n_ctx, projector=projector)
-        .needs(layout, max(N_BATCH, n_image))
-        .total_bytes(n_slots)
-        + beside
-    )
+    sizes = Sizes(n_ctx, projector=projector)
+    needs = sizes.needs(layout, max(N_BATCH, n_image), n_slots).total_bytes + beside
     # layers on a device: no memory limit, because drivers map far more memory than they
     # use
     on_device = bool(options.get("n_gpu_layers"))
@@ -248,10 +247,9 @@ def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
         return NO_VERDICT
     # `process.stdin` is None from here on, because communicate() would close it too
     # early.
-    end, (stdin, process.stdin) = (
-        time.monotonic() + request.wall_s,
-        (process.stdin, None),
-    )
+    end = time.monotonic() + request.wall_s
+    stdin = process.stdin
+    process.stdin = None
     assert stdin is not None
     try:
         with stdin:
@@ -280,7 +278,8 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
     if code == 0:
         try:
             found = json.loads(answer)
-            reason, kind = str(found["reason"]), str(found["kind"])
+            reason = str(found["reason"])
+            kind = str(found["kind"])
         except (ValueError, KeyError, TypeError):
             # The output may come from a program that is not the trial process.
             return NO_VERDICT

@@ -85,7 +85,8 @@ def read_an_image(llm: Llama) -> None:
     fit into the context. Raises the projector's errors."""
     from moegguf.engine.projector import Image
 
-    reader, at = llm.context.open_projector(), 0
+    reader = llm.context.open_projector()
+    at = 0
     assert reader is not None
     # pixels of different colours.
     pixels = bytes(7 * i % 256 for i in range(3 * IMAGE_WIDTH * IMAGE_HEIGHT))
@@ -96,7 +97,7 @@ def read_an_image(llm: Llama) -> None:
         if span.end >= llm.n_ctx():
             return
         llm.eval(prompt.tokens[at : span.begin])
-        llm.context.eval_image(prompt, span, llm.context.begin_request())
+        llm.context.eval_image(prompt, span, llm.context.requests.begin())
         at = span.end
     llm.eval(prompt.tokens[at:])
 

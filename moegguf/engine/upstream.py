@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes as c
 import inspect
-import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Self, TypedDict
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from moegguf.engine.model_path import readable
 from moegguf.errors import OptionError, SchemaError
+from moegguf.gguf.reader import StrPath
 from moegguf.models.pull import fetch
 from moegguf.native import library
 
@@ -24,6 +24,8 @@ _bindings = library.llama_cpp()
 _bindings.llama_adapter_lora_init.errcheck = lambda adapter, *_: adapter or None
 
 Floats = npt.NDArray[np.float32]
+# A generator of tokens. Tokens that are sent to it follow the yielded token.
+TokenSteps = Generator[int, Sequence[int] | None, None]
 # Room for BOS, EOS and a leading space, in addition to one token per byte.
 ADDED_TOKENS = 8
 
@@ -123,11 +125,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     tokenizer_: Any
 
     def __init__(
-        self,
-        model_path: str | os.PathLike[str],
-        *,
-        lora_path: str | None = None,
-        **options: Any,
+        self, model_path: StrPath, *, lora_path: str | None = None, **options: Any
     ) -> None:
         with (
             readable(model_path) as path,
@@ -180,9 +178,9 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         repo_id: str,
         filename: str | None = None,
         additional_files: Sequence[str] | None = None,
-        local_dir: str | os.PathLike[str] | None = None,
+        local_dir: StrPath | None = None,
         local_dir_use_symlinks: bool | str = "auto",
-        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir: StrPath | None = None,
         **options: Any,
     ) -> Self:
         """Loads a model from the Hugging Face Hub, with all shards of a split model.
@@ -227,7 +225,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         *arguments: Any,
         stopping_criteria: Sequence[Any] | None = None,
         **options: Any,
-    ) -> Generator[int, Sequence[int] | None, None]:
+    ) -> TokenSteps:
         """Yields tokens as in llama-cpp-python. Also stops, without yielding an
         end-of-text token, if a grammar allows no further token. Raises OptionError if
         there is no token to begin with."""
@@ -307,10 +305,8 @@ def _metadata(model: Any) -> dict[str, str]:
         read(model, i, buffer, len(buffer))
         return buffer.value.decode(errors="replace")
 
-    key, value = (
-        _bindings.llama_model_meta_key_by_index,
-        _bindings.llama_model_meta_val_str_by_index,
-    )
+    key = _bindings.llama_model_meta_key_by_index
+    value = _bindings.llama_model_meta_val_str_by_index
     return {
         text(key, i): text(value, i)
         for i in range(_bindings.llama_model_meta_count(model))
@@ -319,10 +315,8 @@ def _metadata(model: Any) -> dict[str, str]:
 
 def _bias(logit_bias: Mapping[Any, float]) -> Any:
     """Returns a logits processor that adds these biases to the scores of tokens."""
-    tokens, added = (
-        [int(token) for token in logit_bias],
-        np.array([*logit_bias.values()], np.float32),
-    )
+    tokens = [int(token) for token in logit_bias]
+    added = np.array([*logit_bias.values()], np.float32)
 
     def add(_ids: npt.NDArray[np.intc], scores: Floats) -> Floats:
         scores = np.copy(scores)

@@ -21,7 +21,8 @@ class Vocabulary:
     def __init__(self, llm: UpstreamLlama) -> None:
         self._bindings = library.llama_cpp()
         # `llm` is not kept, because it refers to this object.
-        self._model, self._tokenizer = llm._model, llm.tokenizer_
+        self._model = llm._model
+        self._tokenizer = llm.tokenizer_
         self._vocab = llm._model.vocab
         self.n_tokens = int(llm.n_vocab())
         self._end_tokens: list[int] | None = None
@@ -64,13 +65,11 @@ class Vocabulary:
     def tokens(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the tokens of a text, without BOS or EOS. special: the text of a
         control token becomes that token."""
-        return (
-            list(
+        if text:
+            return list(
                 self._tokenizer.tokenize(to_utf8(text), add_bos=False, special=special)
             )
-            if text
-            else []
-        )
+        return []
 
     def token(self, text: str) -> int | None:
         """Returns the token with this text, which may be a control token; None if the

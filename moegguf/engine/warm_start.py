@@ -46,11 +46,13 @@ def save_uses(session: Session, artifacts: Artifacts) -> None:
     Does nothing if there was no pass, or if every expert has a slot, because uses are
     then not known.
     """
-    store, shape = session.store, MoeShape.of(session.layout)
+    store = session.store
+    shape = MoeShape.of(session.layout)
     passes = store.counters()["passes"]
     if passes == 0 or store.info()["resident"]:
         return
-    now, before = store.activity()[0].astype(np.float32), artifacts.uses(shape)
+    now = store.activity()[0].astype(np.float32)
+    before = artifacts.uses(shape)
     if before is not None:
         now += before * np.float32(0.5 ** (passes / HALF_LIFE_PASSES))
     artifacts.save_uses(shape, now)

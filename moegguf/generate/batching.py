@@ -255,7 +255,7 @@ class BatchLoop:
 
     def _begin(self, sequence: Sequence) -> None:
         if sequence.number < 0:
-            sequence.begin(self._llm.context.begin_request(), self._stats_now())
+            sequence.begin(self._llm.context.requests.begin(), self._stats_now())
         if sequence.alone:
             self._kv.clear()
         self._kv.place(sequence)

@@ -434,7 +434,9 @@ class Drafter:
                 for each, n_wanted in zip(sequences, wanted, strict=True)
                 if n_wanted >= n
             ]
-            n_each = min(n, n_left // len(chosen), self._llm.context.most_lost(chosen))
+            n_each = min(
+                n, n_left // len(chosen), self._llm.context.rollback.most_lost(chosen)
+            )
             if n_each * len(chosen) > sum(best):
                 best = [n_each * (n_wanted >= n) for n_wanted in wanted]
         return best

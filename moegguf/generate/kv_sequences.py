@@ -100,7 +100,7 @@ class KvSequences:
             places whose shared prefix cannot be copied to another place come first,
             then the least recently used."""
             n_shared = shared[kv.seq_id]
-            is_copied = not n_shared or self._llm.context.can_copy(kv.seq_id)
+            is_copied = not n_shared or self._llm.context.rollback.can_copy(kv.seq_id)
             return len(kv.tokens) - n_shared, is_copied, kv.n_used
 
         kv = min(free, key=loss)
@@ -244,7 +244,7 @@ class KvSequences:
         for each in step:
             each.n_next = 1
         whole = chosen[0].alone or len(self._all) == 1
-        if self._llm.prefix_cache is not None and self._llm.prefix_cache.leaves_window:
+        if self._llm.prefix_cache is not None and self._llm.prefix_cache.has_window:
             # One pass per step: the cells of its tokens must be saved before later
             # tokens reuse them.
             whole = False

@@ -7,11 +7,10 @@ with the model's.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from moegguf.errors import ModelFormatError
-from moegguf.gguf.reader import Shard, read_gguf
+from moegguf.gguf.reader import Shard, StrPath, read_gguf
 
 
 @dataclass(frozen=True)
@@ -23,9 +22,7 @@ class AdapterHeader:
     n_bytes: int
 
 
-def read_adapter(
-    path: str | os.PathLike[str], arch: str | None = None
-) -> AdapterHeader:
+def read_adapter(path: StrPath, arch: str | None = None) -> AdapterHeader:
     """Reads the header of the adapter at `path`. `arch` is the model's architecture;
     None: any.
 

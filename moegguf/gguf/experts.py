@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -220,6 +220,27 @@ class ExpertLayout:
             layer_dense_bytes=dict(moved + Counter(self.layer_dense_bytes)),
         )
 
+    def number(self, name: str, default: int = 0) -> int:
+        """Returns the metadata value `<arch>.<name>`, or its largest element if it is an
+        array; `default` if the name is missing.
+
+        Returns 0 for an empty array, and for a value that is not a whole number from 0
+        to 2^24 - 1.
+        """
+        value: Value = self.metadata.get(f"{self.arch}.{name}", default)
+        if isinstance(value, tuple):
+            value = max(value, default=0)
+        return value if isinstance(value, int) and 0 <= value < 1 << 24 else 0
+
+    def without(self, layers: Collection[int]) -> ExpertLayout:
+        """Returns a layout in which the experts of `layers` are treated as dense
+        weights."""
+        return self.only(layer.il for layer in self.layers if layer.il not in layers)
+
+    def experts_in(self, layers: Collection[int]) -> int:
+        """Returns the number of experts in these layers together."""
+        return sum(layer.n_expert for layer in self.layers if layer.il in layers)
+
     def with_heads(self) -> ExpertLayout:
         """Returns a layout in which the multi-token-prediction layers are loaded. The
         experts of these layers are treated as dense weights, because a draft that waits
@@ -297,9 +318,6 @@ def _layout(
     hparams = read_hparams(files[0])
     matrices = list[ExpertMatrix]()
     routers = list[RouterTensor]()
-    is_tied = not any(
-        tensor.name == "output.weight" for file in files for tensor in file.tensors
-    )
     tensors = dict[str, TensorInfo]()
     types = defaultdict[str, list[int]](list)
     layer_dense_bytes = Counter[int]()
@@ -324,32 +342,29 @@ def _layout(
                 layer_dense_bytes[il] += tensor.n_bytes
                 if name == "ffn_gate_inp.weight" and il < hparams.n_layer:
                     routers.append(RouterTensor(il, shard, tensor))
-    layers = tuple(
-        _layers([m for m in matrices if m.il < hparams.n_layer], hparams, files)
-    )
+    layers = tuple(_layers(matrices, hparams, files, tensors))
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers)
     unused_bytes = sum(
         m.n_expert * m.expert_bytes for m in matrices if m.il >= hparams.n_layer
     )
     table_bytes = sum(table.n_bytes for table in row_tables)
-    embedding = tensors.get(EMBEDDING)
-    n_tokens = files[0].arrays.get("tokenizer.ggml.tokens", 0)
-    embedding_bytes = embedding.n_bytes if embedding else 0
-    n_rows = embedding.shape[1:2] if embedding else ()
-    # only one layer is checked, because llama.cpp runs only one multi-token-prediction
-    # layer
-    has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors
+    metadata = files[0].metadata
+    n_vocab = files[0].arrays.get("tokenizer.ggml.tokens", 0)
+    tied_output_bytes = 0
+    if embedding := tensors.get(EMBEDDING):
+        n_vocab = max((n_vocab, *embedding.shape[1:2]))
+        if "output.weight" not in tensors:
+            tied_output_bytes = embedding.n_bytes
     can_draft = (
-        has_head
-        and hparams.arch in HEADS_ARCHS
+        hparams.arch in HEADS_ARCHS
+        # Only one layer is checked, because llama.cpp runs only one
+        # multi-token-prediction layer.
         and hparams.n_layer_all == hparams.n_layer + 1
+        and f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors
+        # If these lengths were equal, llama.cpp would divide by the width of an empty
+        # cache, which is zero.
+        and metadata.get("deepseek4.attention.indexer.key_length") != hparams.key_length
     )
-    if (
-        files[0].metadata.get("deepseek4.attention.indexer.key_length")
-        == hparams.key_length
-    ):
-        # llama.cpp would divide by the width of an empty cache, which is zero.
-        can_draft = False
     return ExpertLayout(
         arch=hparams.arch,
         shards=tuple(file.shard for file in files),
@@ -361,10 +376,10 @@ def _layout(
         - table_bytes,
         expert_bytes=expert_bytes,
         unused_bytes=unused_bytes,
-        tied_output_bytes=embedding_bytes * is_tied,
-        n_vocab=max((n_tokens, *n_rows)),
+        tied_output_bytes=tied_output_bytes,
+        n_vocab=n_vocab,
         hparams=hparams,
-        metadata=files[0].metadata,
+        metadata=metadata,
         tensor_types={
             name: (len(sizes), sum(sizes)) for name, sizes in sorted(types.items())
         },
@@ -418,18 +433,22 @@ def _expert_matrix(
 
 
 def _layers(
-    matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFile, ...]
+    matrices: Sequence[ExpertMatrix],
+    hparams: Hparams,
+    files: Sequence[GgufFile],
+    tensors: Mapping[str, TensorInfo],
 ) -> Iterator[MoeLayer]:
+    """Yields the layers with experts, without multi-token-prediction layers. Raises
+    ModelFormatError if the matrices of a layer break a rule."""
     by_layer = defaultdict[int, dict[Kind, ExpertMatrix]](dict)
     for matrix in matrices:
-        by_layer[matrix.il][matrix.kind] = matrix
+        if matrix.il < hparams.n_layer:
+            by_layer[matrix.il][matrix.kind] = matrix
     for il, kinds in sorted(by_layer.items()):
         first = next(iter(kinds.values()))
         if rule := _layer_fault(kinds, hparams.n_expert_used[il]):
-            file = files[first.shard]
-            raise file.tensor_error(
-                next(t for t in file.tensors if t.name == first.name),
-                f"layer {il} {rule}",
+            raise files[first.shard].tensor_error(
+                tensors[first.name], f"layer {il} {rule}"
             )
         ordered = tuple(kinds[kind] for kind in KINDS if kind in kinds)
         yield MoeLayer(il, first.n_expert, hparams.n_expert_used[il], ordered)

@@ -43,21 +43,19 @@ class Hparams:
     value_lengths: tuple[int, ...]
 
 
+@dataclass(frozen=True)
 class Keys:
-    """Reads keys `ARCH.NAME`, where ARCH is an architecture or another prefix, and
-    checks the type and range of each value. Every error is a ModelFormatError that
-    names the key."""
+    """Reads keys `ARCH.NAME` of a file, where ARCH is an architecture or another
+    prefix, and checks the type and range of each value. Every error is a
+    ModelFormatError that names the key."""
 
-    def __init__(self, arch: str, file: GgufFile) -> None:
-        self.arch = arch
-        self.metadata = file.metadata
-        self._name = file.name
-        self._arrays = file.arrays
+    arch: str
+    file: GgufFile
 
     def fail(self, name: str, rule: str) -> ModelFormatError:
         """Returns the error for the key `name`, which breaks a rule."""
         return ModelFormatError(
-            f"{self._name}: key '{self.arch}.{name}': {rule}; the file cannot be run: fetch it again."
+            f"{self.file.name}: key '{self.arch}.{name}': {rule}; the file cannot be run: fetch it again."
         )
 
     def number(
@@ -74,13 +72,13 @@ class Keys:
     def _value(self, name: str, default: int | None) -> Value | None:
         key = f"{self.arch}.{name}"
         # The reader has skipped the array's elements.
-        if key in self._arrays and key not in self.metadata:
-            n = self._arrays[key]
+        if key in self.file.arrays and key not in self.file.metadata:
             raise self.fail(
                 name,
-                f"must have at most {KEPT_ITEMS} numbers, but is an array of {n} strings or numbers",
+                f"must have at most {KEPT_ITEMS} numbers, but is an array of"
+                f" {self.file.arrays[key]} strings or numbers",
             )
-        return self.metadata.get(key, default)
+        return self.file.metadata.get(key, default)
 
     def _in_range(self, name: str, value: object, low: int, high: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -126,9 +124,8 @@ def read_hparams(file: GgufFile) -> Hparams:
         n_head_kv = keys.per_layer("attention.head_count_kv", n_layer)
     n_expert, n_expert_used = _read_expert_counts(keys, n_layer)
     head = n_embd // n_head[0] if n_head[0] else 0
-    key_length, value_length = (
-        keys.number(f"attention.{name}_length", head) for name in ("key", "value")
-    )
+    key_length = keys.number("attention.key_length", head)
+    value_length = keys.number("attention.value_length", head)
     key_swa = keys.number("attention.key_length_swa", key_length)
     value_swa = keys.number("attention.value_length_swa", value_length)
     return Hparams(

@@ -8,13 +8,12 @@ a separate process (`moegguf/engine/trial.py`) detects this.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from moegguf.errors import ModelFormatError
 from moegguf.gguf.hparams import Keys
-from moegguf.gguf.reader import Shard, read_gguf
+from moegguf.gguf.reader import Shard, StrPath, read_gguf
 
 MAX_SIDE_PIXELS = 1 << 13
 MAX_DIMENSION = 1 << 17
@@ -77,7 +76,7 @@ class ProjectorHeader:
         return self.weight_bytes + self.work_bytes + DECODED_BYTES
 
 
-def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
+def read_projector(path: StrPath) -> ProjectorHeader:
     """Reads the header of the projector at `path`.
 
     Raises ModelNotFoundError if the file cannot be opened, and ExpertIOError if reading

@@ -15,7 +15,7 @@ import os
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Self
 
@@ -172,6 +172,7 @@ ARRAY = 9
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 
 Value = bool | int | float | str | tuple[bool | int | float, ...]
+StrPath = str | os.PathLike[str]  # a path as callers may give it
 
 
 def ggml_type(name: str) -> int:
@@ -468,11 +469,11 @@ def _read_tensors(
             rule = f"its data offset must be {end - data_offset}, right after the data before it, but is {t.offset}"
             cur.fail(rule, start)
         end += -(-t.n_bytes // alignment) * alignment
-        tensors.append(TensorInfo(t.name, t.ggml_type, t.shape, offset, t.n_bytes))
+        tensors.append(replace(t, offset=offset))
     return data_offset, tuple(tensors)
 
 
-def _open(path: str | os.PathLike[str]) -> BinaryIO:
+def _open(path: StrPath) -> BinaryIO:
     """Opens the file for reading. Does not wait for a writer if the file is a FIFO.
     Raises OSError, or ValueError for a zero byte in the path."""
     return open(
@@ -483,7 +484,7 @@ def _open(path: str | os.PathLike[str]) -> BinaryIO:
     )
 
 
-def is_other_kind(path: str | os.PathLike[str]) -> bool:
+def is_other_kind(path: StrPath) -> bool:
     """Returns True if the file at `path` can be read but does not begin with "GGUF".
     Also returns True for a pipe without data."""
     try:
@@ -493,7 +494,7 @@ def is_other_kind(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
+def read_gguf(path: StrPath) -> GgufFile:
     """Returns the checked header of the GGUF file at `path`.
 
     Raises ModelNotFoundError when the file cannot be opened or is not a regular file,

@@ -103,9 +103,9 @@ def read_routers(layout: ExpertLayout) -> Routers:
     for layer in layout.layers:
         if f"blk.{layer.il}.ffn_gate_tid2eid.weight" not in tensors:
             routers[layer.il] = _read_router(layout, layer, tensors)
-    n_group = max(1, _whole(layout, "expert_group_count", 1))
+    n_group = max(1, layout.number("expert_group_count", 1))
     # a file without groups of experts may have 0 as expert_group_used_count
-    n_used = _whole(layout, "expert_group_used_count", 1) if n_group > 1 else 1
+    n_used = layout.number("expert_group_used_count", 1) if n_group > 1 else 1
     return Routers(read_gating(layout), routers, n_group, n_used)
 
 
@@ -113,7 +113,7 @@ def read_gating(layout: ExpertLayout) -> Gating:
     """Returns the gating function of the model."""
     if layout.arch in FIXED_GATING:
         return FIXED_GATING[layout.arch]
-    found = _whole(layout, "expert_gating_func", 0)
+    found = layout.number("expert_gating_func")
     if found in list(Gating):
         return Gating(found)
     if (
@@ -123,11 +123,6 @@ def read_gating(layout: ExpertLayout) -> Gating:
     ):
         return Gating.SIGMOID
     return DEFAULT_GATING.get(layout.arch, Gating.SOFTMAX)
-
-
-def _whole(layout: ExpertLayout, name: str, default: int) -> int:
-    value = layout.metadata.get(f"{layout.arch}.{name}", default)
-    return value if isinstance(value, int) else default
 
 
 def _read_router(
@@ -178,7 +173,7 @@ def _read_tensor(
         ) from error
     if data.size != tensor.n_bytes:
         raise ModelFormatError(
-            f"{file.name}: ends inside tensor '{tensor.name}'; fetch the file again."
+            f"{file.name}: the file ends inside tensor '{tensor.name}'; fetch it again."
         )
     if numbers := {"F32": np.float32, "F16": np.float16}.get(tensor.type_name):
         values = data.view(numbers)

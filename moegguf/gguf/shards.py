@@ -16,14 +16,10 @@ from typing import NamedTuple
 
 from moegguf.errors import ModelFormatError, ModelNotFoundError
 from moegguf.gguf.hparams import Keys
-from moegguf.gguf.reader import GgufFile, Shard, read_gguf
+from moegguf.gguf.reader import GgufFile, Shard, StrPath, read_gguf
 
 MAX_SHARDS = 1024
-_SHARD_NAME = re.compile(
-    r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf",
-    re.DOTALL | re.IGNORECASE,
-)
-_SHARD_STEM = re.compile(_SHARD_NAME.pattern.removesuffix("\\.gguf"), _SHARD_NAME.flags)
+_SHARD_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL | re.IGNORECASE)
 
 
 class ShardName(NamedTuple):
@@ -38,12 +34,11 @@ def parse_shard_name(stem: str) -> ShardName:
     """Splits a shard's path or name, given without ".gguf", into its parts. The word
     "of" may be in upper or lower case. A name without shard numbers is treated as shard
     1 of 1."""
-    match = _SHARD_STEM.fullmatch(stem)
-    return (
-        ShardName(match["prefix"], int(match["number"]), int(match["count"]))
-        if match
-        else ShardName(stem)
-    )
+    match = _SHARD_NAME.fullmatch(stem)
+    if match is None:
+        return ShardName(stem)
+    prefix, number, count = match.groups()
+    return ShardName(prefix, int(number), int(count))
 
 
 def shard_path(prefix: str, number: int, count: int, suffix: str = ".gguf") -> str:
@@ -68,9 +63,7 @@ def shards_of(path: Path) -> tuple[Path, ...]:
     )
 
 
-def mirror_paths(
-    mirror: str | os.PathLike[str], shards: Sequence[Shard]
-) -> tuple[Path, ...]:
+def mirror_paths(mirror: StrPath, shards: Sequence[Shard]) -> tuple[Path, ...]:
     """Returns the paths of copies of these shards, whether the copies exist or not.
 
     `mirror` is the copy of the first shard, or a folder in which the copies have the
@@ -78,7 +71,8 @@ def mirror_paths(
     the other copies are in the same folder, numbered in the same way. If it has any
     other name, the other copies in its folder have the shards' own names.
     """
-    first, names = Path(mirror), [shard.path.name for shard in shards]
+    first = Path(mirror)
+    names = [shard.path.name for shard in shards]
     if first.is_dir():
         return tuple(first / name for name in names)
     prefix, number, count = parse_shard_name(first.stem)
@@ -105,7 +99,7 @@ def _others(first: Path, prefix: str, count: int) -> list[Path]:
     ]
 
 
-def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
+def read_shards(path: StrPath) -> tuple[GgufFile, ...]:
     """Reads all shards of the model whose first (or only) file is at `path`, in order,
     and checks that they belong together.
 
@@ -115,12 +109,7 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     """
     path = Path(path)
     first = read_gguf(path)
-    name = _SHARD_NAME.fullmatch(path.name)
-    prefix, number, named = (
-        (name["prefix"], int(name["number"]), int(name["count"]))
-        if name
-        else ("", 1, 1)
-    )
+    prefix, number, named = parse_shard_name(path.stem)
     if number != 1:
         opener = shard_path(prefix, 1, named, path.suffix)
         raise ModelFormatError(

@@ -47,7 +47,7 @@ def decode_together(
     tokens = random.integers(
         0, llm.n_vocab(), (N_SEQUENCES, N_PROMPT + N_DECODE)
     ).tolist()
-    requests = [llm.context.begin_request() for _ in range(N_SEQUENCES)]
+    requests = [llm.context.requests.begin() for _ in range(N_SEQUENCES)]
     for half in (range(2), range(2, N_SEQUENCES)):
         llm.context.eval_sequences(
             [

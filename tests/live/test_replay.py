@@ -368,7 +368,7 @@ def test_a_trace_has_the_requests_of_the_run(
         list[int](),
     )
     for n, label in enumerate(("prose", "code")):
-        llm.recording.label(llm.context.next_request, label)
+        llm.recording.label(llm.context.requests.sequence + 1, label)
         llm.create_completion(
             random_prompt(llm, 10, seed=n), max_tokens=6, temperature=0
         )

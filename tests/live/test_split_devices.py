@@ -41,7 +41,6 @@ from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.plan import slot_bytes
 from moegguf.engine.recording import TraceOptions
 from moegguf.engine.session import EXPERT_TENSORS, Place, _Override
-from moegguf.engine.solver import count_layers
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.engine.stats import Stats
 from moegguf.errors import BudgetError, OptionError
@@ -75,7 +74,7 @@ def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
     bindings, lines, n_layer = (
         library.llama_cpp(),
         list[str](),
-        count_layers(read_layout(path)),
+        read_layout(path).hparams.n_layer_all,
     )
     callback = bindings.llama_log_callback(
         lambda _level, text, _user: lines.append(text.decode(errors="replace"))

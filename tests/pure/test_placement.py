@@ -113,9 +113,7 @@ def planned(
 
     If the share is None, the device has only half the room that everything else needs.
     """
-    needs = (
-        Sizes(512, on_device=True).needs(layout, 64).total_bytes(0) + VRAM_MARGIN_BYTES
-    )
+    needs = Sizes(512, on_device=True).needs(layout, 64).total_bytes + VRAM_MARGIN_BYTES
     free = (
         needs // 2
         if share is None
@@ -224,7 +222,7 @@ def test_plan_layers_fills_whole_layers_from_the_last_by_their_own_bytes(
             {"expert_cache": 2 * of.expert_bytes, "vram_cache": n_bytes}
         )
         how = LoadSpec(512, n_ubatch=64, placement="layers", budgets=budgets)
-        found = plan_layers(Task.of(of, Machine(AMPLE, devices=(device,)), how))
+        found = plan_layers(Task(of, Machine(AMPLE, devices=(device,)), how))
         assert (found.whole_layers, found.n_slots) == (
             whole,
             sum(x.n_expert for x in of.layers if x.il not in whole),

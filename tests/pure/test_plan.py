@@ -33,6 +33,7 @@ from moegguf.engine.memory import (
     kv_bytes,
     logits_tokens,
     pass_bytes,
+    slot_work_bytes,
 )
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.recurrent import recurrent_layers, row_bytes, state_bytes
@@ -192,8 +193,8 @@ def test_plan_counts_attention_scores_of_grok_for_any_flash_attn(
 def test_plan_uses_no_longer_pass_that_exceeds_the_memory_margin(
     layout: ExpertLayout,
 ) -> None:
-    needs = Sizes(8192, flash_attn=True).needs(layout, 512)
-    free = needs.total_bytes(48) + 48 * slot_bytes(layout)
+    needs = Sizes(8192, flash_attn=True).needs(layout, 512, 48)
+    free = needs.total_bytes + 48 * slot_bytes(layout)
     p = long_context(layout, memory=Memory(64 * GIB, free, "x"))
     assert p.n_ubatch == 512
     assert any(
@@ -288,7 +289,7 @@ def test_any_plan_keeps_its_budget_and_minimum(
     left = free - margin_bytes(free) - p.total_bytes
     assert left >= 0 and any("cgroup v2 /x" in reason for reason in p.reasons)
     if p.n_slots < 96 and p.n_ubatch == n_ubatch:
-        assert left < size + Sizes(4096).needs(layout, n_ubatch).slot_work_bytes, (
+        assert left < size + slot_work_bytes(layout, n_ubatch), (
             "no memory is left unused"
         )
 
@@ -415,18 +416,19 @@ def test_plan_chooses_batch_and_slots_together(layout: ExpertLayout) -> None:
     """Buffers for 512 tokens leave too little room for a layer's experts. A smaller
     pass leaves enough room."""
     size = slot_bytes(layout)
-    large, small = Sizes(4096).needs(layout, 512), Sizes(4096).needs(layout, 64)
+    large = Sizes(4096).needs(layout, 512)
     # Only 5 slots fit alongside the buffers of passes of 512 tokens.
-    free = large.total_bytes(0) + MARGIN_BYTES + 5 * size
+    free = large.total_bytes + MARGIN_BYTES + 5 * size
     p = plan(layout, "auto", Memory(64 * GIB, free, "x"))
-    assert small.total_bytes(p.n_slots) + p.budget_bytes <= free - MARGIN_BYTES
+    small = Sizes(4096).needs(layout, 64, p.n_slots)
+    assert small.total_bytes + p.budget_bytes <= free - MARGIN_BYTES
     assert p.n_slots == layout.n_expert_total and 64 <= p.n_ubatch < 512
     (reason,) = [reason for reason in p.reasons if "at a time instead of 512" in reason]
     assert "more memory for experts" in reason
     assert free - MARGIN_BYTES - p.total_bytes < size + (p.n_ubatch * 1024**2), (
         "no memory is left unused"
     )
-    free = Sizes(4096).needs(layout, 512).total_bytes(0) + MARGIN_BYTES - MIB
+    free = Sizes(4096).needs(layout, 512).total_bytes + MARGIN_BYTES - MIB
     assert plan(layout, "auto", Memory(64 * GIB, free, "x")).n_ubatch < 512
 
 
@@ -436,7 +438,7 @@ def test_plan_keeps_a_given_n_ubatch_and_fits_the_pass_to_a_given_budget(
     size, needs = slot_bytes(layout), Sizes(4096).needs(layout, 256)
     memory = Memory(
         64 * GIB,
-        needs.total_bytes(0) + MARGIN_BYTES + 20 * (size + needs.slot_work_bytes),
+        needs.total_bytes + MARGIN_BYTES + 20 * (size + slot_work_bytes(layout, 256)),
         "x",
     )
     assert plan(layout, "auto", memory, n_ubatch=256).n_ubatch == 256
@@ -449,7 +451,7 @@ def test_plan_keeps_a_given_n_ubatch_and_fits_the_pass_to_a_given_budget(
             plan(layout, budget, Memory(64 * GIB, MIB, "x"), n_ubatch=256).n_ubatch
             == 256
         )
-    free = Sizes(4096).needs(layout, 128).total_bytes(48) + 48 * slot_bytes(layout)
+    free = Sizes(4096).needs(layout, 128, 48).total_bytes + 48 * slot_bytes(layout)
     p = plan(layout, "50%", Memory(64 * GIB, free, "x"))
     assert (
         p.n_ubatch == 128 and not p.warnings and "would not fit" in " ".join(p.reasons)
@@ -493,15 +495,13 @@ def test_auto_context_leaves_room_for_a_given_budget_and_for_experts(
 ) -> None:
     long = trained_on(layout, 131072)
     free = (
-        Sizes(1024).needs(long, 1).total_bytes(96)
+        Sizes(1024).needs(long, 1, 96).total_bytes
         + 96 * slot_bytes(long)
         + MARGIN_BYTES
     )
     p = plan(long, "100%", Memory(64 * GIB, free, "x"), n_ctx=None)
     assert p.n_ctx <= 1024 and not p.warnings
-    free = (
-        Sizes(512).needs(long, 8).total_bytes(0) + MARGIN_BYTES + 30 * slot_bytes(long)
-    )
+    free = Sizes(512).needs(long, 8).total_bytes + MARGIN_BYTES + 30 * slot_bytes(long)
     p = plan(long, "auto", Memory(64 * GIB, free, "x"), n_ctx=None)
     assert 512 <= p.n_ctx < 4096 and p.n_slots >= layout.n_expert
 
