@@ -114,6 +114,16 @@ class Flag(NamedTuple):
         first = self.flags.split()[0].partition("/")[0]
         return self.own_name or first.strip("-").replace("-", "_")
 
+    def option(self) -> Any:
+        """Returns the flag as typer's option."""
+        return typer.Option(
+            *self.flags.split(),
+            metavar=self.metavar,
+            help=self.help,
+            rich_help_panel=self.group,
+            **self.settings,
+        )
+
     def parameter(self) -> inspect.Parameter:
         """Returns the parameter that the flag has in the command's signature."""
         if isinstance(self.default, list):
@@ -123,18 +133,11 @@ class Flag(NamedTuple):
         kind = self.kind or inferred
         if self.default is None:
             kind = kind | None
-        option = typer.Option(
-            *self.flags.split(),
-            metavar=self.metavar,
-            help=self.help,
-            rich_help_panel=self.group,
-            **self.settings,
-        )
         return inspect.Parameter(
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=self.default,
-            annotation=Annotated[kind, option],
+            annotation=Annotated[kind, self.option()],
         )
 
 
