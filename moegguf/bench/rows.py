@@ -41,7 +41,7 @@ FIELDS = (
 )  # fmt: skip
 # Three groups of fields. Fields in _OF_MODEL are taken from one run, for all rows.
 # Fields in _AS_GIVEN are the user's options. Fields in _ALWAYS are constant, because
-# moegguf has no option for them.
+# `moegguf bench` has no option for them.
 _OF_MODEL = (
     "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size", "model_n_params",
     "routing",

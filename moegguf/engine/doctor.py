@@ -238,8 +238,8 @@ def _folders() -> Facts:
     """Returns the path and size of the folders that moegguf uses.
 
     The models folder is inside the data folder, unless MOEGGUF_MODELS names another
-    one. Other programs also use the downloads folder. "learnt" has the folders beside
-    files of models (`_learnt_folders`).
+    one. Other programs also use the downloads folder. "learnt" lists the
+    folders with learnt facts beside the files of models (`_learnt_folders`).
     """
     folders: dict[str, Callable[[], Path]] = {
         "package": lambda: package_folders()[0].resolve(),

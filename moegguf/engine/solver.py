@@ -228,8 +228,8 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
     plans = dict[Kind, Plan]()
     refused = dict[Kind, BudgetError]()
     for kind, plan in _WAYS.items():
-        # Whole layers need one undivided device. They have no advantage if the device
-        # has a slot for every expert.
+        # Whole layers need a task that is not divided (`is_divided`). They have no
+        # advantage if the device has a slot for every expert.
         if kind == "layers" and (task.is_divided or "resident" in plans):
             continue
         if kind == "cpu" and task.is_divided and plans:
@@ -806,8 +806,9 @@ def plan_layers(task: Task) -> Plan:
     on_device = needs.total_bytes
     if on_device > device.free_bytes:
         raise BudgetError(
-            f"whole layers, context and buffers take {format_bytes(on_device)}, but {format_bytes(device.free_bytes)}"
-            f" of {device.name}'s memory are free; set a smaller vram_cache (--vram-cache) if you gave one, lower n_ctx"
+            f"whole layers, context and buffers take {format_bytes(on_device)}, but only"
+            f" {format_bytes(device.free_bytes)} of {device.name}'s memory is free; set a smaller"
+            " vram_cache (--vram-cache) if you gave one, lower n_ctx"
             " (--ctx), or use placement 'cpu'."
         )
     reasons = (
@@ -1179,8 +1180,8 @@ class _SlotsPlanner:
         on = device_of_layers(self._n_layer, split, n_gpu_layers)
         if not self._layout.experts_in([il for il, d in enumerate(on) if d != ON_CPU]):
             raise OptionError(
-                f"vram_cache needs a layer with experts on a device, but n_gpu_layers {n_gpu_layers} puts none there;"
-                " give a larger n_gpu_layers, or leave vram_cache out."
+                f"n_gpu_layers {n_gpu_layers} puts no layer with experts on a device, but slots in its memory need one;"
+                " give a larger n_gpu_layers, or use placement 'cpu' without vram_cache."
             )
         return split, on
 

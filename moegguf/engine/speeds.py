@@ -156,7 +156,7 @@ class KnownSpeeds:
             )
         disk = expert_read_speed(layout, DISK_S)
         if not disk.bytes_per_s > 0:
-            raise AllocationError("nothing was read from the disk")
+            raise AllocationError("the speed test of the drive read nothing")
         return measure_speeds(
             layout, device.name, self.n_threads, self.repack, disk.bytes_per_s
         )

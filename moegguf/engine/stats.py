@@ -204,7 +204,8 @@ class Stats(Lookups):
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes read from the model's files, on demand and by prefetching."""
+        """Number of bytes read from the model's files: on demand, for prefetches, and
+        to fill free slots."""
         return self.bytes_missed + self.bytes_prefetched
 
     @property

@@ -258,7 +258,8 @@ class KvSequences:
             if each.decodes or n_left <= 0 or not self._begin_prompt(each, prompts):
                 continue
             n = min(each.n_pending, n_left)
-            # The text before the image, or the whole image if no text is left.
+            # If the prompt has another image, this step evaluates only text before the
+            # image. If no such text is left, it evaluates the whole image.
             if (image := each.image) is not None:
                 n = min(image.begin - each.n_evaluated, n_left) or image.n_tokens
             elif self._llm.prefix_cache is not None:

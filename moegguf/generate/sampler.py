@@ -358,7 +358,7 @@ class Sampler:
         ):
             raise OptionError(
                 f"dry_sequence_breakers may have at most {MAX_BREAKERS} strings of up to {MAX_BREAKER_BYTES} bytes"
-                f" each, but is {breakers!r:.200}; leave some out."
+                f" each, but is {breakers!r:.200}; leave some out, or shorten them."
             )
         self._chain.add_dry(
             self._llm._model,

@@ -106,8 +106,8 @@ class Keys:
 def read_hparams(file: GgufFile) -> Hparams:
     """Reads the hyperparameters from a file's key-values.
 
-    Raises ModelFormatError for a number that is missing, of the wrong kind or out of
-    its range.
+    Raises ModelFormatError for a missing or invalid architecture name, and for a number
+    that is missing, of the wrong kind or out of its range.
     """
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or not 0 < len(arch) <= 64 or not arch.isprintable():

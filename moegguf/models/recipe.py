@@ -208,7 +208,8 @@ def check_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ROLES or not isinstance(message.get("content", ""), str):
             raise OptionError(
-                f"a message must have a role ({', '.join(ROLES)}) and a text as content, but is {message!r:.60}."
+                f"a message must have a role ({', '.join(ROLES)}), and its content must be text,"
+                f" but this one is {message!r:.60}."
             )
         check_text("a message", message.get("content", ""))
     return tuple({"role": m["role"], "content": m.get("content", "")} for m in messages)

@@ -433,8 +433,8 @@ MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32
 MOEGGUF_API int moegguf_pad(const char * device, struct moegguf_matrix * matrices, int32_t n_matrices);
 
 // Writes the largest number of slots, from 1 to n_slots, that one pool of these matrices can have on a device (NULL:
-// the CPU). The limits are the device's largest buffer, the largest tensor of its kernels, and 32-bit offsets in
-// kernels. INVALID: ggml does not know the device, or n_matrices or n_slots is below 1.
+// the CPU). The limits are the device's largest buffer, the largest tensor by which its kernels can multiply, and
+// 32-bit offsets in kernels. INVALID: ggml does not know the device, or n_matrices or n_slots is below 1.
 MOEGGUF_API int moegguf_most_slots(const char * device, const struct moegguf_matrix * matrices, int32_t n_matrices,
                                    int32_t n_slots, int32_t * most);
 

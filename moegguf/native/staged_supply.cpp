@@ -159,8 +159,9 @@ class StagedSupply final : public Supply {
 
     // Assigns slots to the pass's most used experts, because the answer will probably use them, too. The number of
     // candidates is at most a layer's equal share of the slots, or the number of experts that one token uses, if that
-    // is larger. Candidates without a slot get free slots or the slots of victims. Waits for the copies into these
-    // slots.
+    // is larger. Candidates without a slot get free slots. If no slot is free, a candidate may get the slot of a
+    // victim. This requires a pass that decodes, or at least least_tokens_to_evict tokens that used the candidate.
+    // Waits for the copies into these slots.
     void keep_most_used(Context & context, Lock & lock) {
         const Event & event = context.event;
         Tier &from = *context.pinned.tier, &to = *from.staged_for;

@@ -70,7 +70,9 @@ def _shorten(
 
 def _not_empty(texts: list[Text]) -> list[Text]:
     if not all(texts):
-        raise ValueError("a text must not be empty")
+        raise ValueError(
+            "each text must have at least one character; leave empty texts out"
+        )
     return texts
 
 

@@ -111,8 +111,8 @@ class StrictRun {
         return done ? "" : "the CPU could not compute a graph";
     }
 
-    // Returns false for nodes that kernels skip: nodes that only name memory, and nodes that the graph leaves out this
-    // time.
+    // Returns false for nodes that kernels skip. These are nodes that compute nothing (such as views), nodes without
+    // elements, and nodes that the graph leaves out this time.
     static bool is_computed(const ggml_tensor * node) {
         return !ggml_op_is_empty(node->op) && !ggml_is_empty(node) && (node->flags & GGML_TENSOR_FLAG_COMPUTE);
     }

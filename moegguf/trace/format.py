@@ -109,9 +109,7 @@ class FileHeader(BaseModel, strict=True):
                 "a block must have at least one pass, at least one token per pass, and inputs only if `inputs` is true"
             )
         if (self.n_pass, self.n_tokens) != _sizes(self.blocks):
-            raise ValueError(
-                f"n_pass and n_tokens must be the sums over the blocks, not {self.n_pass} and {self.n_tokens}"
-            )
+            raise ValueError("n_pass and n_tokens must be the sums over the blocks")
         if self.inputs and self.shape.n_embd == 0:
             raise ValueError("n_embd must be above 0, because inputs were recorded")
         return self

@@ -40,7 +40,8 @@ _FACTS = ("n_expert", "n_expert_used", "n_layer", "n_vocab", "expert_bytes")
 _OPTIONAL = ("tokens", "n_prompt", "layers", *_FACTS)
 _COLUMNS = ("request", "position", "layer", "experts")
 PHASES = ("prefill", "decode")
-# Numbers in a table, token ids and layer numbers must be smaller than this.
+# All numbers in a table, and token ids and layer numbers in arrays, must be smaller
+# than this.
 _MOST = 1 << 31
 
 Ids = Int64s
@@ -100,7 +101,7 @@ def _npz_arrays(path: Path) -> Arrays:
             n_bytes = sum(archive.getinfo(name).file_size for name in names)
         if HEADER in names:
             raise TraceError(
-                "this is a trace of moegguf already; give it to `moegguf trace simulate`."
+                "this is already a moegguf trace; give it to `moegguf trace simulate`."
             )
         if n_bytes > MAX_TRACE_BYTES:
             raise TraceError(

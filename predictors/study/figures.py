@@ -238,10 +238,10 @@ class Paired:
 def _base(
     name: str, keys: Sequence[str]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Returns the figures of the base, and the figures of the system keys[0]. Raises
-    NotCountedError.
+    """Returns the figures of the baseline, and the figures of the system keys[0].
+    Raises NotCountedError.
 
-    The base is the system keys[1], or the step's first system if `keys` has only one
+    The baseline is the system keys[1], or the step's first system if `keys` has only one
     item.
     """
     found = systems(name)

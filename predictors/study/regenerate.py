@@ -211,8 +211,8 @@ def tuned(paper: str) -> Step:
     paper that leaves the window open.
 
     The step chooses the window with the shortest mean time per token on some requests
-    of the role `choosing`. The last requests of the role `learning` only warm the
-    cache.
+    of the role `choosing`. Before them, the last requests of the role `learning` warm
+    the cache; their times are not counted.
     """
 
     def take(bench: Bench) -> dict[str, Any]:

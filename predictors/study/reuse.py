@@ -58,9 +58,10 @@ class Reuse:
     # sample is as long as one request.
     same_size: Skew
     merged: Skew  # skew of the summed uses in all requests
-    # {n: share}, where the n tokens belong to the token's own request.
+    # {n: share of a token's experts that the n tokens before it in its own request used}.
     windows_same: dict[int, float]
-    # {n: share}, where the n tokens belong to another request.
+    # {n: share of a token's experts that the n tokens before its position in another
+    # request used}.
     windows_other: dict[int, float]
     # {upper bound of the number of tokens since the request last used the expert: share
     # of uses}. 0: first use, -1: above all bounds

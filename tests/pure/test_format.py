@@ -171,10 +171,7 @@ def test_read_rejects_files_that_are_not_traces(tmp_path: Path, data: bytes) -> 
     [
         ({"format": "other"}, "format: Input should be 'moegguf-trace'"),
         ({"version": 1}, "version: Input should be 2, but is 1"),
-        (
-            {"n_pass": 5},
-            "n_pass and n_tokens must be the sums over the blocks, not 5 and 8",
-        ),
+        ({"n_pass": 5}, "n_pass and n_tokens must be the sums over the blocks"),
         ({"labels": {"x": "y"}}, "labels"),
         ({"settings": {"a": True}}, "settings.a"),
         ({"blocks": [[6, 8, 1, 0]]}, "a block must have at least"),

@@ -344,7 +344,7 @@ def test_import_trace_rejects_files_of_other_formats(tmp_path: Path, name: str) 
 
 def test_import_trace_rejects_a_file_that_is_a_trace(tmp_path: Path) -> None:
     write(tmp_path / "trace.npz", random_trace())
-    with pytest.raises(TraceError, match="is a trace of moegguf already"):
+    with pytest.raises(TraceError, match="is already a moegguf trace"):
         import_trace([tmp_path / "trace.npz"], tmp_path / "out", SIZE)
 
 

@@ -89,15 +89,15 @@ class SlowRouting:
 
     @property
     def width(self) -> int:
-        """Returns the width of each of the three parts in dimensions, a multiple of
+        """Returns the number of dimensions of each of the three parts, a multiple of
         `qtype`'s block size."""
         block = GGML_QUANT_SIZES[self.qtype][0]
         return max(self.shape.n_embd // 8 // block, 1) * block
 
     @property
     def n_left_alone(self) -> int:
-        """Returns the total width of the three parts in dimensions. Layers after the
-        first do not write them."""
+        """Returns the number of dimensions of the three parts together. Layers after
+        the first do not write them."""
         return 3 * self.width
 
     @cached_property

@@ -68,7 +68,7 @@ def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
         or len(np.unique(tokens)) != len(tokens)
     ):
         raise ValueError(
-            "'tokens' must be different token ids of the model; make the file again"
+            "'tokens' must be distinct token ids of the model; make the file again with `moegguf learn`"
         )
     counts = weights.array("counts", len(tokens), shape.n_moe_layer, shape.n_expert)
     if counts.min(initial=0) < 0 or counts.max(initial=0) > MAX_COUNT:

@@ -16,8 +16,8 @@ from moegguf.gguf.routers import Routers
 from moegguf.native.predictor import Array, QuantizedMatrix, integers
 
 SKIP, MLP = "skip", "mlp"
-# The paper's sizes of ExpertMLP's hidden layers, the default of a training run; a file
-# may have six different sizes
+# The paper's sizes of ExpertMLP's hidden layers, which are the default of a training
+# run. A file may have six other sizes.
 HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)
 
 Pair = tuple[int, int]  # (layer whose input is used, layer that is predicted)

@@ -299,8 +299,8 @@ async def _read_requests(
 
 
 def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
-    """Returns sampling parameters in which a missing thinking budget, and a missing
-    message for its end, come from the server's settings."""
+    """Returns the sampling parameters. If the thinking budget, or the message for its
+    end, is not set, the value comes from the server's settings."""
     names = "reasoning_budget_tokens", "reasoning_budget_message"
     defaults = {
         name: getattr(settings, name)
