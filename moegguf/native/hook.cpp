@@ -47,7 +47,8 @@ Store * store_of(const ggml_tensor * t) {
 constexpr char ids_node[] = "ffn_moe_slot_ids-";    // expert ids become slot ids here
 constexpr char ready_node[] = "ffn_moe_ready_ids-"; // a view of the slot ids, before the gate and up nodes
 constexpr char down_node[] = "ffn_moe_down_in-";    // the input of the node that multiplies by down
-// The router's ids, if the layer's matrix multiplications use them instead of slot ids; the callback does not stop here.
+// The router's ids, if the layer's matrix multiplications use them instead of slot ids; the callback does not stop
+// here.
 constexpr char own_ids_node[] = "ffn_moe_own_ids-";
 // The router's ids in the log, if the device looks up the slot ids (mapped.h); the callback does not stop here.
 constexpr char log_ids_node[] = "ffn_moe_log_ids-";
