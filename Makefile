@@ -129,7 +129,7 @@ else
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" _PYTHON_HOST_PLATFORM=linux-$(ARCH) $(PIP) wheel --no-build-isolation --no-deps \
 	    --wheel-dir $(PORTABLE)/wheel --config-settings=build-dir=$(PORTABLE) \
 	    --config-settings=cmake.define.MOEGGUF_PORTABLE=ON $(CROSS) .
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(if $(ROOT),AUDITWHEEL_LD_LIBRARY_PATH=$(ROOT)/usr/lib/$(ARCH)-linux-gnu) \
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(if $(ROOT),AUDITWHEEL_LD_LIBRARY_PATH=$(CURDIR)/$(ROOT)/usr/lib/$(ARCH)-linux-gnu) \
 	    $(VENV)/bin/auditwheel repair $(if $(PLATFORM),--plat $(PLATFORM)) --wheel-dir dist $(PORTABLE)/wheel/*.whl
 endif
 

@@ -18,6 +18,13 @@ done < "$folder.part/list"
 find "$folder.part" -type l -lname '/*' | while read -r link; do
     ln -snf "$(realpath --relative-to "$(dirname "$link")" --no-symlinks "$folder.part$(readlink "$link")")" "$link"
 done
+# A manylinux_2_28 wheel may need libstdc++ only as GCC 7 has it. As in Red Hat's compilers for old systems, a static
+# library of this name has the newer functions that are used: std::random_device::entropy() of GCC 8.
+for static in "$folder.part"/usr/lib/gcc*/*/8/libstdc++.a; do
+    ar p "$static" random.o > "$folder.part/random.o"
+    ar rcs "$(dirname "$static")/libstdc++_nonshared.a" "$folder.part/random.o"
+    rm "$folder.part/random.o"
+done
 # GCC looks for OpenMP's library by this name, which a package that is not needed otherwise would have.
 if [ -e "$folder.part/usr/lib/x86_64-linux-gnu/libgomp.so.1" ]; then
     ln -s libgomp.so.1 "$folder.part/usr/lib/x86_64-linux-gnu/libgomp.so"

@@ -23,9 +23,9 @@ else()
     set(CMAKE_CXX_COMPILER_TARGET aarch64-linux-gnu)
     set(moegguf_linked -fuse-ld=lld)
 endif()
-# GCC 8 has std::filesystem in a static library, of which nothing is exported.
-set(CMAKE_CXX_STANDARD_LIBRARIES_INIT -lstdc++fs)
-set(CMAKE_SHARED_LINKER_FLAGS_INIT "${moegguf_linked} -Wl,--exclude-libs,libstdc++fs.a")
+# std::filesystem of GCC 8, and what fetch.sh collects, are in static libraries, of which nothing is exported.
+set(CMAKE_CXX_STANDARD_LIBRARIES_INIT "-lstdc++fs -lstdc++_nonshared")
+set(CMAKE_SHARED_LINKER_FLAGS_INIT "${moegguf_linked} -Wl,--exclude-libs,libstdc++fs.a:libstdc++_nonshared.a")
 set(CMAKE_MODULE_LINKER_FLAGS_INIT "${CMAKE_SHARED_LINKER_FLAGS_INIT}")
 set(CMAKE_EXE_LINKER_FLAGS_INIT "${moegguf_linked}")
 set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
