@@ -137,8 +137,9 @@ build/sysroot-%: tools/sysroot/fetch.sh tools/sysroot/packages.txt
 	@echo "fetching the libraries of Ubuntu 18.04 for $*"
 	@sh tools/sysroot/fetch.sh $* $@
 
-release-check: $(VENV)/.lint
+release-check: $(VENV)/.tools
 	@$(PY) -m tools.version
+	@$(PY) tools/check_machine.py --requirements lint | grep actionlint | $(PIP) install -r /dev/stdin
 	@$(VENV)/bin/actionlint .github/workflows/*.yml
 	@rm -f dist/moegguf-*
 	@$(MAKE) wheel
