@@ -560,7 +560,7 @@ class ModelManager:
         expired = [name for name, at_s in expires_s.items() if at_s <= time.monotonic()]
         if len(expired) == len(model.uses) and not model.users and not model.waiting:
             model.ending.set()
-            log_decision("model_expired", name=model.key)
+            log_decision("model_expired", name=model.entry.name)
             return
         for name in expired:
             del model.uses[name], expires_s[name]
@@ -652,11 +652,12 @@ class ModelManager:
                     model.used = dict(admission.reserve)
                     return True
                 for key in admission.unload:
-                    self._models[key].ending.set()
+                    other = self._models[key]
+                    other.ending.set()
                     log_decision(
                         "model_unloaded",
-                        name=key,
-                        for_model=model.key,
+                        name=other.entry.name,
+                        for_model=model.entry.name,
                         short_bytes=dict(admission.short),
                     )
                 self._short = model

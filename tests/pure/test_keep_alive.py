@@ -98,9 +98,13 @@ async def test_keep_alive_time_does_not_run_while_a_model_is_used(
     )
 
 
-async def test_least_recently_used_idle_model_is_unloaded_first(
-    catalog: FakeCatalog,
+async def test_least_recently_used_idle_model_is_unloaded_first_and_logged(
+    catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    logged = list[tuple[str, dict[str, Any]]]()
+    monkeypatch.setattr(
+        model_manager, "log_decision", lambda event, **of: logged.append((event, of))
+    )
     for name in "abcd":
         catalog.add(name, 400, 400)
     async with manager_of(catalog, memory_bytes=1000 << 20) as manager:
@@ -111,6 +115,10 @@ async def test_least_recently_used_idle_model_is_unloaded_first(
         assert names(manager) == {"a", "c"}
         await generate(manager, "d", "say x")
         assert names(manager) == {"c", "d"}
+    assert [(event, of["name"], of["for_model"]) for event, of in logged] == [
+        ("model_unloaded", "b", "c"),
+        ("model_unloaded", "a", "d"),
+    ]
 
 
 async def test_model_loaded_beside_a_busy_one_gets_fewer_slots(
