@@ -116,8 +116,8 @@ async def test_least_recently_used_idle_model_is_unloaded_first_and_logged(
         await generate(manager, "d", "say x")
         assert names(manager) == {"c", "d"}
     assert [(event, of["name"], of["for_model"]) for event, of in logged] == [
-        ("model_unloaded", "b", "c"),
-        ("model_unloaded", "a", "d"),
+        ("model_unloaded", "b:latest", "c:latest"),
+        ("model_unloaded", "a:latest", "d:latest"),
     ]
 
 
