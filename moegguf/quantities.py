@@ -152,8 +152,8 @@ class ExpertCache:
 def parse_expert_cache(
     value: str | int | float | ExpertCache, tier: str = "RAM"
 ) -> ExpertCache:
-    """Parses a budget for experts in a tier, a key of BUDGETS. A whole number is in
-    bytes.
+    """Parses a budget for the experts in `tier`, which is a key of BUDGETS. A whole
+    number is in bytes.
 
     Raises BudgetError, which lists the accepted forms, for anything else and for
     numbers that are not positive. A string from "1" to "100" is an error, too, since it
@@ -239,7 +239,7 @@ def parse_duration(value: str | int | float) -> float:
         seconds = -seconds if match[1] == "-" else seconds
     if math.isnan(seconds):
         raise OptionError(
-            f"{shown(value)} is not a duration; accepted: seconds, or a text such as '5m', '1h30m', '300ms';"
+            f"{shown(value)} is not a duration; accepted: seconds, or a value such as '5m', '1h30m' or '300ms';"
             " a negative duration means forever."
         )
     return math.inf if seconds < 0 or seconds > _LONGEST_S else seconds

@@ -135,7 +135,8 @@ def remove(
     catalog = Catalog()
     for name in models:
         body = {"model": catalog.find(name, even_missing=True).name, "keep_alive": 0}
-        # No server is running, or the server does not have the model.
+        # The request fails if no server is running, or if the server does not have the
+        # model.
         with suppress(MoeggufError):
             Client().post("/api/generate", body)
         catalog.remove(name)

@@ -266,7 +266,9 @@ class Controller:
             call(*arguments)
             took = time.perf_counter() - start
             if took > self.options.slowest_s and not self.options.strict:
-                raise TimeoutError(f"took {took:.1f} s at one routing event")
+                raise TimeoutError(
+                    f"took {took:.1f} s for one routing event, but may take {self.options.slowest_s:g} s"
+                )
         except Exception as error:
             switch_off(_reason(error))
 

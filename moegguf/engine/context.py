@@ -116,7 +116,8 @@ class Requests:
                 sent = yield step
                 if self._owner is not request:
                     raise GenerationCancelled(
-                        "another request has started on this model, so this one cannot continue; start it again."
+                        "this thread has started another request on this model, so this one cannot continue; finish"
+                        " each request before you start the next one, or use a thread for each."
                     )
         finally:
             steps.close()
@@ -456,8 +457,9 @@ class Context:
             return self.computed(call, len(tokens))
 
     def computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
-        """Chooses the number of threads, runs `call`, which evaluates `n_tokens` tokens
-        (0: unknown), and returns its result."""
+        """Runs `call` and returns its result. Before that, the number of threads may be
+        chosen again, from measurements of earlier passes. `n_tokens`: the number of
+        tokens that `call` evaluates; 0: unknown."""
         if self._threads is not None:
             self._threads.before_pass()
         start_s = time.perf_counter()

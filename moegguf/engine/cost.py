@@ -142,7 +142,8 @@ class Speeds:
     cpu_node_s: float = CPU_NODE_S  # seconds that a small graph node takes on the CPU
     disk_bytes_per_s: float = 1e9  # speed of reading experts that are not in memory
     source: str = ""  # origin of these speeds, as text
-    # Copies if the system refuses pinned memory for the slots in RAM; None: not known.
+    # Speed of copies if the system refuses pinned memory for the slots in RAM; None: not
+    # known.
     pageable: Link | None = None
     # Speed for weights outside experts; 0: as fast as experts.
     device_dense_bytes_per_s: float = 0.0

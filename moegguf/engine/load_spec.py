@@ -221,10 +221,10 @@ class LoadSpec:
         if self.placement == "layers":
             names = ", ".join(device.name for device in devices) or "the GPU"
             raise OptionError(
-                "placement 'layers' needs one GPU that computes every layer, and one budget, but these compute:"
-                f" {names} (n_gpu_layers {self.n_gpu_layers}, tensor_split {self.tensor_split}, vram_cache with"
-                f" {len(self.budgets.vram)} budgets); use placement 'slots', or choose one GPU (split_mode {NO_SPLIT},"
-                " main_gpu) with one budget, and leave n_gpu_layers and tensor_split out."
+                "placement 'layers' needs one GPU that computes every layer, and one budget, but the options give"
+                f" {names}, n_gpu_layers {self.n_gpu_layers}, tensor_split {self.tensor_split} and"
+                f" {len(self.budgets.vram)} vram_cache budget(s); use placement 'slots', or choose one GPU"
+                f" (split_mode {NO_SPLIT}, main_gpu) with one budget, and leave n_gpu_layers and tensor_split out."
             )
         return True
 

@@ -32,9 +32,9 @@ class RunHits:
             self._answers[share] = before + answer if before else answer
 
     def save(self) -> None:
-        """Saves the hit rates. They replace the hit rates of earlier loads with the
-        same shares of slots. Saves nothing if the model's files can no longer be
-        read."""
+        """Saves the hit rate of each share of slots. This overwrites the rate that an
+        earlier load saved for the same share. Saves nothing if the model's files can no
+        longer be read."""
         if self._answers:
             rates = {
                 share: answers.hit_rate for share, answers in self._answers.items()

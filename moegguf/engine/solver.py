@@ -350,8 +350,8 @@ def predict(
 def best_fit(
     layout: ExpertLayout, found: Iterable[Fit], n_ctx: int = PROMPT_TOKENS
 ) -> Fit:
-    """Returns the first fit that costs at most ABOUT times as much as the cheapest one.
-    The cost (`request_cost`) is for typical requests in a context of `n_ctx` tokens."""
+    """Returns the first fit whose cost is at most the least cost times `ABOUT`. The
+    cost (`request_cost`) is for typical requests in a context of `n_ctx` tokens."""
     costs = [(request_cost(layout, *fit, n_ctx), fit) for fit in found]
     least = min(cost for cost, _ in costs)
     return next(fit for cost, fit in costs if cost <= least * ABOUT)

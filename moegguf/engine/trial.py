@@ -300,7 +300,7 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
         )
     if -code in OUTSIDE_SIGNALS:
         raise AllocationError(
-            f"a trial load was ended from outside ({name}), for example because memory ran out; free memory and try"
+            f"a trial load was killed ({name}), for example because memory ran out; free memory and try"
             " again"
         )
     why = next(

@@ -228,7 +228,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     ) -> TokenSteps:
         """Yields tokens as in llama-cpp-python. Also stops, without yielding an
         end-of-text token, if a grammar allows no further token. Raises OptionError if
-        there is no token to begin with."""
+        `tokens` is empty, unless `reset` is false and the context already has
+        tokens."""
         tokens = arguments[0] if arguments else options.get("tokens", ())
         if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
             raise OptionError(

@@ -90,8 +90,8 @@ class KvSequences:
         if len(self._all) == 1:
             free[0].tokens = self._llm.input_ids[: self._llm.n_tokens].tolist()
         if sequence.alone:
-            # Images are evaluated in place 0, and only the cells of place 0 can be
-            # moved.
+            # Place 0 is the only place that can evaluate images, and the only one whose
+            # cells can be moved.
             free = self._all[:1]
         shared = {kv.seq_id: self._common_prefix(kv, sequence) for kv in free}
 

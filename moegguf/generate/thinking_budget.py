@@ -69,8 +69,8 @@ class ThinkingBudget:
     only_first: bool = False  # True if only the start of the answer can be thinking
     # Tokens forced before the end tokens, unless the model has begun the end tokens.
     message: Sequence[int] = ()
-    # text since the last delimiter, up to _WINDOW characters; with channels, at first
-    # the prompt's end.
+    # Text since the last delimiter, up to _WINDOW characters. If the model's messages
+    # have channels, it begins with the end of the prompt.
     text: str = ""
     thinks: bool = False
 

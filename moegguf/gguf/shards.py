@@ -148,7 +148,7 @@ def _read_member(first: GgufFile, path: Path) -> GgufFile:
     from the value in `first`. llama.cpp checks that no tensor is missing."""
     if not path.exists():
         raise ModelNotFoundError(
-            f"shard {path.name!r} is missing in the folder of {first.name!r}; fetch it as well."
+            f"shard {path.name!r} is missing from the folder of {first.name!r}; fetch it as well."
         )
     shard = read_gguf(path)
     for key, value in shard.metadata.items():

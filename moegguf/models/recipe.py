@@ -429,7 +429,7 @@ def _read_instruction(found: dict[str, Any], text: str, at: int) -> int:
     matched = _VALUE.match(text, first.end())
     if matched is None:
         raise OptionError(
-            f"a quote of {instruction} is not closed at the end of a line; close it."
+            f"the opening quotation mark after {instruction} needs a closing one at the end of a line; add it."
         )
     _apply(found, instruction, first[1], _content(matched))
     return matched.end()

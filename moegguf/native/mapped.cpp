@@ -1,4 +1,5 @@
-// mapped.cpp: implements mapped.h: the table and the log in the device's memory, and the promotion of experts.
+// mapped.cpp: implements mapped.h. This includes the table and the log in the device's memory, and the promotion of
+// experts.
 #include "mapped.h"
 
 #include "copies.h"

@@ -32,8 +32,8 @@ class Mapped {
         int n_tokens;
     };
 
-    // slots: the tier of the device's slots, all of whose experts are in its tier in RAM. Allocates the tables and the
-    // log. Throws Error(MEMORY).
+    // slots: the tier of the device's slots. The tier in RAM below it (slots.ram()) has a slot for every expert.
+    // Allocates the table of slot ids and the log, and host copies of both. Throws Error(MEMORY).
     Mapped(const Layout & layout, Tier & slots);
 
     // Only the compute thread calls the following functions.

@@ -302,8 +302,8 @@ def admit(
         if n_bytes > limits[place]:
             raise BudgetError(
                 f"the model needs at least {format_bytes(n_bytes)} {'of' if place == RAM else 'on'} {place}, but all"
-                f" models together may use {format_bytes(limits[place])} there; lower num_ctx, close other programs"
-                " that use this memory, or change the limit (MOEGGUF_MEMORY for RAM, --vram-cache for a GPU)."
+                f" models together may use {format_bytes(limits[place])} there; lower num_ctx, or close other programs"
+                " that use this memory and restart the server (for RAM, you can set a larger MOEGGUF_MEMORY)."
             )
     free = Counter({place: limits[place] for place in size.wanted})
     for model in models:

@@ -516,7 +516,7 @@ class ModelManager:
         Requests queued behind a request that needs another load have to wait. After a
         load of another model has waited for OVERTAKE_S, only requests that arrived
         before the oldest request for that load are granted. Such a request may be
-        anywhere in the queue, since the queue is sorted by turns.
+        anywhere in the queue, since the queue is sorted by `in_turn`, not by arrival.
         """
         # Ticket of a load that must not be overtaken; inf: there is none.
         since = math.inf

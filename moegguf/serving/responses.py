@@ -127,7 +127,7 @@ class ResponseStore:
             n_bytes += len(messages)
             if n_bytes > MAX_HISTORY_BYTES:
                 raise OptionError(
-                    f"previous_response_id: the conversation has more than {MAX_HISTORY_BYTES >> 20} MiB; begin a new"
+                    f"previous_response_id: the conversation is larger than {MAX_HISTORY_BYTES >> 20} MiB; begin a new"
                     " one."
                 )
             turns.append(json.loads(messages))

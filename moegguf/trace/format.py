@@ -308,8 +308,8 @@ class TraceWriter:
             )
         if len(self._blocks) == MAX_BLOCKS:
             raise TraceError(
-                f"{self.path.name}: a trace may have up to {MAX_BLOCKS} blocks, and this one has them; record the other"
-                " requests into a second trace."
+                f"{self.path.name}: a trace may have up to {MAX_BLOCKS} blocks, but this one needs more; record fewer"
+                " requests in each trace."
             )
         for name, (dtype, shape) in spec.items():
             array = getattr(block, name)

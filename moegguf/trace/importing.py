@@ -26,9 +26,9 @@ from moegguf.trace.trace import Trace, TraceHeader
 
 PROMPT_PASS = 512
 _NEEDED = {
-    "n_expert": "--experts N, the experts of a layer",
-    "n_expert_used": "--used N, the experts that a token uses in a layer",
-    "expert_bytes": "--expert-size SIZE, the bytes of one expert, such as 9MiB",
+    "n_expert": "--experts N (the experts of a layer)",
+    "n_expert_used": "--used N (the experts that a token uses in a layer)",
+    "expert_bytes": "--expert-size SIZE (the bytes of one expert, such as 9MiB)",
 }
 """{fact that a trace must have: the option with which the user can give this fact}."""
 

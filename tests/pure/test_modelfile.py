@@ -96,8 +96,14 @@ def test_parse_reads_every_instruction_in_any_case() -> None:
             "FROM a\nPARAMETER use_mmap 2",
             "must be true or false, but is '2'; correct it, or leave it out.",
         ),
-        ('FROM a\nSYSTEM """never closed', "line 2: a quote of SYSTEM is not closed"),
-        ('FROM a\nSYSTEM "never closed', "line 2: a quote of SYSTEM is not closed"),
+        (
+            'FROM a\nSYSTEM """never closed',
+            "line 2: the opening quotation mark after SYSTEM",
+        ),
+        (
+            'FROM a\nSYSTEM "never closed',
+            "line 2: the opening quotation mark after SYSTEM",
+        ),
         (
             "FROM a\nMESSAGE wizard hi",
             "role must be one of system, user, assistant, tool",

@@ -261,8 +261,8 @@ struct Tile {
     }
 
     // Adds a block of keys to the sums of the current part. Returns false if no token sees any of its cells. A token is
-    // processed together with the tokens before it if it sees all of the cells that they see, or only cells that they
-    // see. `next`: the block that is added next.
+    // processed together with the tokens before it if it sees every cell that any of them sees, or sees no other cell.
+    // `next`: the block that is added next.
     bool add_block(const Block & block, const Block & next) {
         look(block);
         bool found = false;

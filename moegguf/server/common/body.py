@@ -199,7 +199,8 @@ async def chunks(request: HttpRequest) -> AsyncGenerator[bytes]:
             yield chunk
     except TimeoutError:
         raise HttpError(
-            f"nothing of the body arrived for {limits.READ_S:.0f} s", 408
+            f"no more of the body arrived for {limits.READ_S:.0f} s; check the connection, and send the request again",
+            408,
         ) from None
     except ClientDisconnect:
         raise HttpError("request canceled", 499) from None

@@ -302,8 +302,8 @@ def page(
         ids = [each["id"] for each in objects]
         if here not in ids:
             raise HttpError(
-                f"{'after' if after else 'before'}{suffix}: there is no {here:.80} in this list; give an id of the"
-                " list"
+                f"{'after' if after else 'before'}{suffix}: there is no {here:.80} in this list; give an id from"
+                " the list"
             )
         at = ids.index(here)
         rest = objects[at + 1 :] if after else objects[:at]
