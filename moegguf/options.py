@@ -294,7 +294,8 @@ _TABLE = (
         zero_is_default=True, often=True),
     Option("server", MEMORY, "kv_tokens",
         "Total context length in tokens of all requests that a model answers at once, at least one full context. If"
-        " the contexts of these requests together reach this total, the newest request waits.", ("--kv-tokens",), "N", "KV_TOKENS", "whole",
+        " the contexts of these requests together reach this total, the newest request waits.",
+        ("--kv-tokens",), "N", "KV_TOKENS", "whole",
         "a full context per request, or less if experts need the memory", least=0, most=MAX_KV_TOKENS,
         zero_is_default=True),
     _server("keep_alive_s",
