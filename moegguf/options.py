@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -238,7 +238,7 @@ _TABLE = (
         default="4", least=-1, most=MAX_ANSWER_TOKENS),
     _whole("reasoning_budget_tokens",
         "Maximum number of tokens of thinking. At the limit, moegguf ends the thinking, and the model answers. 0"
-        " means no thinking, and -1 means no limit. `serve` applies this limit to requests that do not set a limit.",
+        " means no thinking. -1 means no limit. `serve` applies its limit to requests that set no limit or -1.",
         ("--reasoning-budget",), "N", "THINK_BUDGET", default="-1", least=-1, most=MAX_ANSWER_TOKENS),
     Option("request", SAMPLING, "reasoning_budget_message",
         "Text that moegguf inserts before the end of the thinking if the limit ends the thinking.",
@@ -400,15 +400,18 @@ def load_options_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _listed(variables: Iterable[str]) -> str:
+    *most, last = (f"MOEGGUF_{variable}" for variable in variables)
+    return f"{', '.join(most)} and {last}"
+
+
 def page() -> Iterator[str]:
     """Yields the lines of docs/options.md."""
     yield "<!-- made by `python -m moegguf.options > docs/options.md` -->"
     yield "# Options"
     yield ""
-    zero = ", ".join(
-        f"MOEGGUF_{option.variable}" for option in _TABLE if option.zero_is_default
-    )
-    of_commands = ", ".join(f"MOEGGUF_{OPTIONS[name].variable}" for name in OF_COMMANDS)
+    zero = _listed(option.variable for option in _TABLE if option.zero_is_default)
+    of_commands = _listed(OPTIONS[name].variable for name in OF_COMMANDS)
     yield (
         "Options of scope `load` affect how a model is loaded, and most of their names are keywords of `Llama`. Options"
         " of scope `request` are parameters of Modelfiles and requests. Options of scope `server` configure the server."

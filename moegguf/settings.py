@@ -178,8 +178,8 @@ def parse_host(text: str | None) -> Host:
     except ValueError:
         raise OptionError(
             f"{without_password(given)[:80]!r} is not an address of a server; accepted: 'host', ':port', 'host:port',"
-            " 'http://host:port' or '[::1]:port', with a port from 0 to 65535, and without user, password,"
-            " query and fragment."
+            " 'http://host:port' or '[::1]:port', with a port from 0 to 65535, and without a user,"
+            " password, query or fragment."
         ) from None
 
 

@@ -189,7 +189,8 @@ class Spec:
         LoadSpec.of(self.loading)
         if self.draft is not None and self.feed != "greedy":
             raise OptionError(
-                "--draft measures the model's own answers; give --greedy, and a prompt's length with -d."
+                "--draft needs answers of the model's own choice, not random tokens; add --greedy, and set the prompt's"
+                " length with -d."
             )
         if self.draft is not None and (self.bound or self.n_parallel > 1):
             raise OptionError(

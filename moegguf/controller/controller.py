@@ -267,7 +267,7 @@ class Controller:
             took = time.perf_counter() - start
             if took > self.options.slowest_s and not self.options.strict:
                 raise TimeoutError(
-                    f"took {took:.1f} s for one routing event, but may take {self.options.slowest_s:g} s"
+                    f"took {took:.1f} s for one routing event, but may take at most {self.options.slowest_s:g} s"
                 )
         except Exception as error:
             switch_off(_reason(error))

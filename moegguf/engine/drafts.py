@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from moegguf.engine.error_log import llama_log
 from moegguf.engine.memory import DRAFT_TOKENS, HEADS_UBATCH_TOKENS
 from moegguf.engine.model_path import readable
 from moegguf.errors import (
@@ -221,13 +222,15 @@ class ModelDrafts:
         params = self._bindings.llama_model_default_params()
         params.n_gpu_layers = 0
         params.use_mmap = False
+        llama_log().forget()
         with readable(path) as known:
             self._model = self._bindings.llama_model_load_from_file(
                 known.read_as, params
             )
         if not self._model:
             raise ModelFormatError(
-                f"draft: llama.cpp cannot load {Path(path).name}; verbose=True shows why."
+                f"draft: llama.cpp cannot load {Path(path).name}: {llama_log().reason()}; give another draft model, or"
+                " 'off'."
             )
 
     def open(self, llm: Any, n_seq: int, batch_invariant: bool) -> None:

@@ -163,7 +163,7 @@ def _read_tensor(
         with open(file.shard.path, "rb") as stream:
             if not file.shard.is_as_read(stream.fileno()):
                 raise ModelFormatError(
-                    f"{file.name} was replaced while it was read; open the model again."
+                    f"{file.name} changed while it was being read; open the model again."
                 )
             stream.seek(tensor.offset)
             data = np.frombuffer(stream.read(tensor.n_bytes), np.uint8)

@@ -172,7 +172,7 @@ def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
     commit = str(info.sha or "")
     if not _COMMIT.fullmatch(commit):
         raise PullError(
-            f"{_shown_endpoint()} sent no commit of {repo!r}; try again later."
+            f"{_shown_endpoint()} sent no commit of {repo!r}; check HF_ENDPOINT if it is set, or try again later."
         )
     name = (
         info.id

@@ -796,8 +796,8 @@ class StoreContext:
         n_events = columns[0].size
         if any(column.size != n_events for column in (*columns[:3], *columns[4:])):
             raise OptionError(
-                "a replay must have one layer, number of tokens, number of experts per token and time (if given) for"
-                f" each event, but their numbers are {[column.size for column in (*columns[:3], *columns[4:])]}."
+                "il, n_tokens, n_expert_used and compute_ns (if given) must have one element for each event, but have"
+                f" {[column.size for column in (*columns[:3], *columns[4:])]} elements; make them equally long."
             )
         routing, n_done = abi.Routing(n_events, columns[3].size), c.c_int64()
         for (name, type_), column in zip(routing._fields_[2:], columns, strict=False):

@@ -269,7 +269,7 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "slow": (
         lambda: time.sleep(0.06),
-        r"took 0\.\d s for one routing event, but may take 0\.05 s",
+        r"took 0\.\d s for one routing event, but may take at most 0\.05 s",
     ),
 }
 
