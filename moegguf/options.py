@@ -237,7 +237,7 @@ _TABLE = (
         " whole prompt.",
         default="4", least=-1, most=MAX_ANSWER_TOKENS),
     _whole("reasoning_budget_tokens",
-        "Maximum number of tokens of thinking. At the limit, moegguf ends the thinking, and the model answers. 0"
+        "Maximum number of thinking tokens. At the limit, moegguf ends the thinking, and the model answers. 0"
         " means no thinking. -1 means no limit. `serve` applies its limit to requests that set no limit or -1.",
         ("--reasoning-budget",), "N", "THINK_BUDGET", default="-1", least=-1, most=MAX_ANSWER_TOKENS),
     Option("request", SAMPLING, "reasoning_budget_message",
@@ -300,7 +300,7 @@ _TABLE = (
         zero_is_default=True),
     _server("keep_alive_s",
         "Time for which an idle model stays loaded, unless another model needs its memory. A negative time means"
-        " forever. Models that the command line of `serve` names stay loaded.",
+        " forever. For models named on the command line of `serve`, the default is forever.",
         variable="KEEP_ALIVE", kind="duration", default="5m"),
     _server("max_models", "Maximum number of models that are loaded at once.",
         variable="MAX_LOADED_MODELS", kind="whole", default="as many as fit", least=0, most=1024,

@@ -117,8 +117,9 @@ class LoadSpec:
     main_gpu: int = 0
     tensor_split: tuple[float, ...] | None = None
     store: StoreOptions = field(default_factory=StoreOptions)
-    # True: a GPU is required by a budget for GPUs (also by MOEGGUF_VRAM_CACHE), or by a
-    # placement that uses a GPU and that was passed (not by MOEGGUF_PLACEMENT)
+    # True: a GPU is required. This is so if a budget for GPUs is set, also by
+    # MOEGGUF_VRAM_CACHE, or if the caller chose a placement that uses a GPU.
+    # MOEGGUF_PLACEMENT alone requires no GPU.
     needs_gpu: bool = False
     # True: llama.cpp's own options decide which layers run on GPUs, and no GPU has
     # slots.

@@ -474,9 +474,9 @@ class AnswerFormat:
             _common_prefix(self._text, self._prompt) :
         ]
         marks = close.strip().removesuffix(open_text.strip())
-        # `marks` is empty if all of `close` also comes before the text of an answer
-        # without thinking. Then the opening delimiter of the text is the common ending
-        # of `close` and a prompt with think=False.
+        # `marks` is empty if an answer without thinking begins with the same delimiters
+        # as `close`. The opening delimiter of the text is then the common suffix of
+        # `close` and a prompt with think=False.
         if not marks:
             shared = _pieces(
                 _shared_end(close.strip(), self._render(think=False).strip())

@@ -381,8 +381,9 @@ class Document:
         return found
 
     def _is_empty(self, goal: Goal | None, depth: int) -> bool:
-        """Returns True if the goal is known to allow no value. Nested values are
-        compared up to `depth` levels."""
+        """Returns True if the goal is known to allow no value. Required nested values
+        are checked in the same way, down to `depth` levels; deeper ones count as
+        possible."""
         if goal is None:
             return True
         alternatives = self.alternatives(goal)
@@ -607,8 +608,9 @@ def _facts(parts: list[Json]) -> Facts:
 
 
 def _is_tuple(part: Json) -> bool:
-    """Returns True if an array may have only the items in `prefixItems` of this part.
-    This holds for a user's schema without `items`."""
+    """Returns True if an array may have only the items in `prefixItems` of this part. A
+    user's schema without `items` is read in this way, but a schema of this module
+    (`Made`) is not."""
     return "prefixItems" in part and "items" not in part and not isinstance(part, Made)
 
 

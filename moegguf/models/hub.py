@@ -366,8 +366,8 @@ def _fetch_header(file: HubFile, path: Path) -> None:
                     continue
                 output.flush()
                 os.truncate(path, max(n_bytes, file.size_bytes))
-                # An error may come from the zeros after the fetched bytes. Only an
-                # error in the whole file is raised.
+                # An error may come from the zeros after the fetched bytes, so it is
+                # raised only if the whole file has been fetched.
                 with (
                     suppress(ModelFormatError)
                     if n_bytes < file.size_bytes

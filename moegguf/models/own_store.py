@@ -100,7 +100,8 @@ def updated(entry: ModelEntry) -> ModelEntry:
     named_by_digest = all(
         _location_of(path).startswith(("hub:", "sets:")) for path in needed
     )
-    # A file outside the cache and the sets may have been replaced.
+    # A file that is neither in the Hugging Face cache nor in our folder of sets may have
+    # been replaced.
     if not missing and not named_by_digest:
         with suppress(OSError):  # a file cannot be read: the old digest is kept
             weights = weights_digest(entry.files, entry.adapter)

@@ -586,9 +586,9 @@ MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const
 // to n_done, including the failed one.
 MOEGGUF_API int moegguf_context_replay(moegguf_store * store, const struct moegguf_routing * routing, int64_t * n_done);
 
-// Discards the last announced tokens. The next tokens belong to this sequence and phase, unless they are announced.
-// Returns 1 if the next tokens have to be announced, and 0 while every expert is complete in its own slot and there is
-// no listener. Takes no lock. store must not be NULL.
+// Discards the last announced tokens, unless slots are mapped. The next tokens belong to this sequence and phase,
+// unless they are announced. Returns 1 if the next tokens have to be announced, and 0 while every expert is complete in
+// its own slot and there is no listener. Takes no lock. store must not be NULL.
 MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase);
 
 // Announces the tokens that will be evaluated next. The listener receives them, and so does the predictor unless every

@@ -65,7 +65,8 @@ class Store {
     bool is_clear() const; // true: take_failure() has no failure to return and no slot to unpin; needs no lock
     void take_failure(moegguf_failure & out, bool clear);
 
-    // Returns true if the next tokens have to be announced, and forgets the previously announced tokens. Needs no lock.
+    // Returns true if the next tokens have to be announced. Otherwise they belong to this sequence and phase. Forgets
+    // the previously announced tokens, unless slots are mapped. Needs no lock.
     bool awaits_tokens(int sequence, int phase);
     void announce_tokens(const moegguf_tokens_event & event);
 

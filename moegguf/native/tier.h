@@ -120,7 +120,7 @@ class Tier {
     // - vacate frees a slot. It does nothing while a transfer into the slot is under way; the slot is settled when the
     //   transfer ends.
     int assign(int il, int expert, const LayerStep & now, const Worth & worth = {}); // returns the slot; -1: none
-    // is_use: counts as a use of the source, which becomes its tier's most recently used slot.
+    // is_use: the call counts as a use of the source, which becomes its tier's most recently used slot.
     void borrow(int s, Tier & from, int source, bool is_use);
     void pin(int s) { residency.pin(s); }
     void unpin(int s);

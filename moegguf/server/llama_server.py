@@ -530,7 +530,8 @@ class _AdaptersBody(Body):
 async def _set_adapters(request: HttpRequest) -> Response:
     """Sets the scale of the model's LoRA adapter for requests without `lora`, until the
     server exits. An adapter that the body does not list gets the scale 0. Raises
-    HttpError 501 in front of Ray's replicas, which do not share scales."""
+    HttpError 501 if Ray's replicas answer the requests, because replicas do not share
+    scales."""
     scales: dict[str, float] | None = request.app.state.lora_scales
     if scales is None:
         raise HttpError(

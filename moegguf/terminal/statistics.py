@@ -12,7 +12,8 @@ from moegguf.generate.request import AnswerSummary
 from moegguf.quantities import format_bytes
 from moegguf.terminal.progress import duration
 
-# An answer's speed is compared with the prediction only if the answer has more tokens.
+# An answer's speed is compared with the prediction only if the answer has more tokens
+# than this.
 LEAST_TOKENS = 16
 LABEL_WIDTH = 22  # characters of Ollama's longest label, its colon and a space
 

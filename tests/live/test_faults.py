@@ -155,7 +155,7 @@ def test_a_fault_in_any_operation_of_a_load_raises_or_keeps_the_logits(
             llm = load(path, expert_cache="40%")
         elif llm.stats().n_slots < llm.plan.n_slots:
             n_smaller += 1
-            assert any("slower" in str(warning.message) for warning in given)
+            assert any("more slowly" in str(warning.message) for warning in given)
         assert np.array_equal(short_run(llm), clean)
         llm.close()
         assert n_files() == before, f"a load that failed at {n} left files open"

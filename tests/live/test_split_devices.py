@@ -197,7 +197,7 @@ def test_one_of_two_devices_is_selected_and_wrong_splits_are_refused(
             r"main_gpu is 2, but must be one of: 0 \(RPC0\), 1 \(RPC1\)",
         ),
         ({"split_mode": 0, "main_gpu": -1}, "main_gpu is -1"),
-        ({"n_gpu_layers": 0}, "n_gpu_layers 0 puts none there"),
+        ({"n_gpu_layers": 0}, "n_gpu_layers 0 puts no layer"),
     ):
         with pytest.raises(OptionError, match=message):
             Llama(path, vram_cache="40%", expert_cache="50%", **OPTIONS, **options)

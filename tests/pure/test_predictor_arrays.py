@@ -95,7 +95,7 @@ def test_token_table_and_affinity_reject_damaged_arrays_and_other_shapes(
     tokens: list[int],
 ) -> None:
     weights = count_tokens(TOKENS)
-    with pytest.raises(ValueError, match="different token ids"):
+    with pytest.raises(ValueError, match="distinct token ids"):
         token_table(
             FOUR, Weights({**weights.arrays, "tokens": np.array(tokens, np.int32)})
         )

@@ -184,9 +184,9 @@ def computed(
     compute: Callable[[HttpRequest, Kind], Awaitable[Any]],
     limit: int = limits.BODY_BYTES,
 ) -> Route:
-    """Returns a route for POST requests at `path`, whose bodies are a `kind` of at most
-    `limit` bytes. The reply is the value that `compute` returns for the body, as JSON.
-    `compute` is cancelled if the client disconnects."""
+    """Returns a route for POST requests at `path`. The body of a request must be a
+    `kind` and have at most `limit` bytes. The reply is the value that `compute` returns
+    for the body, as JSON. `compute` is cancelled if the client disconnects."""
 
     async def respond(request: HttpRequest) -> Response:
         return WholeResponse(compute(request, await read_body(request, kind, limit)))
