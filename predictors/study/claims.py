@@ -279,8 +279,8 @@ CLAIMS = (
             " together reach {speed,ablation,+ reordering} times the speed of LRU.",
             MEDIUM,
             None,
-            "In the simulator, reordering changes only the time of prompts, because a layer of a decoded token is computed"
-            " in one step.",
+            "In the simulator, reordering changes only the time of prompts, because a layer of a decoded token is"
+            " computed in one step.",
         ),
         (
             "In transformers, ProMoE decodes faster than LRU with every cache size, and 1.34 times as fast on average"
