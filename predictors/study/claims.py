@@ -211,8 +211,8 @@ CLAIMS = (
         (
             "MoE-Infinity recovers within 50 requests after the kind of text changes (table 3)",
             (("regained,shift", -50),),
-            "MoE-Infinity's recovery from a change of text takes {recovery,shift}. In the median over the kinds of"
-            " text, each token of the first request of a new kind takes {loss,shift} times as long as with a collection"
+            "MoE-Infinity's recovery from a change in the kind of text takes {recovery,shift}. In the median over the"
+            " kinds of text, each token of the first request of a new kind takes {loss,shift} times as long as with a collection"
             " that contains this kind.",
             MEDIUM,
             None,
@@ -372,7 +372,8 @@ CLAIMS = (
             MEDIUM,
             None,
             "The verdict uses the hit rates with 8 and 16 requests at once. Two requests to the demo choose as many"
-            " experts per layer as eight requests to Switch-base. Experts on their way do not count as hits.",
+            " experts per layer as eight requests to Switch-base. Experts that are still being transferred do not"
+            " count as hits.",
         ),
         (
             "ExpertFlow is 1.96 times as fast as an LRU cache with Mixtral (section 5.3)",
