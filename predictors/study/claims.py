@@ -212,8 +212,8 @@ CLAIMS = (
             "MoE-Infinity recovers within 50 requests after the kind of text changes (table 3)",
             (("regained,shift", -50),),
             "MoE-Infinity's recovery from a change in the kind of text takes {recovery,shift}. In the median over the"
-            " kinds of text, each token of the first request of a new kind takes {loss,shift} times as long as with a collection"
-            " that contains this kind.",
+            " kinds of text, each token of the first request of a new kind takes {loss,shift} times as long as with a"
+            " collection that contains this kind.",
             MEDIUM,
             None,
             "MoE-Infinity has recovered when three successive requests take, on average, at most 2 % more time than"
