@@ -199,7 +199,7 @@ CLAIMS = (
             " {speed,capacity,120,1000} times as fast as with 1,000 entries.",
             MEDIUM,
             None,
-            "A collection is enough if it reaches 0.98 times the speed of a collection with 1,000 entries.",
+            "A collection is large enough if it reaches 0.98 times the speed of a collection with 1,000 entries.",
         ),
         (
             "A look-up among 1,000 entries takes 21 µs, less than 1 % of a token's time (MoE-Infinity, section B.1)",
