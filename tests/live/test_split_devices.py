@@ -218,7 +218,7 @@ def check_placements(path: Path, alone: dict[str, int]) -> None:
     for cache in ("40%", None):
         with pytest.raises(
             OptionError,
-            match=r"placement 'layers' needs one GPU .* compute: RPC0, RPC1",
+            match=r"placement 'layers' needs one GPU .* give RPC0, RPC1",
         ):
             Llama.estimate(path, vram_cache=cache, placement="layers", n_ctx=512)
     with Llama(

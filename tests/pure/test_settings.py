@@ -223,7 +223,8 @@ def test_options_table_has_every_setting_and_prints_the_options_page() -> None:
     assert text == "\n".join(page()) + "\n", (
         "run `python -m moegguf.options > docs/options.md`"
     )
-    of_commands = ", ".join(f"MOEGGUF_{OPTIONS[name].variable}" for name in OF_COMMANDS)
+    *most, last = (f"MOEGGUF_{OPTIONS[name].variable}" for name in OF_COMMANDS)
+    of_commands = f"{', '.join(most)} and {last}"
     assert f"The variables {of_commands} apply only in commands and servers." in text
     fields = {
         field.name
