@@ -217,8 +217,7 @@ def check_placements(path: Path, alone: dict[str, int]) -> None:
     assert (plan.device or plan.layers_on) == "RPC1" and plan.placement is not None
     for cache in ("40%", None):
         with pytest.raises(
-            OptionError,
-            match=r"placement 'layers' needs one GPU .* give RPC0, RPC1",
+            OptionError, match=r"placement 'layers' needs one GPU .* give RPC0, RPC1"
         ):
             Llama.estimate(path, vram_cache=cache, placement="layers", n_ctx=512)
     with Llama(
