@@ -43,17 +43,22 @@ class MemoryParts:
     """Removes, copies, saves and restores parts of the memory of `llm`'s context. The
     argument `parts` combines the bits CELLS, WINDOW and RECURRENT; WHOLE stands for the
     whole memory. The methods raise ClosedError after the model was closed, and must not
-    be called for a context without memory."""
+    be called for a context without memory. In a llama.cpp without moegguf's patches,
+    only `remove`, `first` and `end` work, for the whole memory."""
 
     def __init__(self, llm: UpstreamLlama) -> None:
-        self._library: Any = library.llama_cpp().llama_cpp._lib
+        self._bindings = library.llama_cpp()
+        self._library: Any = self._bindings.llama_cpp._lib
         self._llm = llm
+        # Bits of the parts that the memory has, or WHOLE.
+        self.all: int = WHOLE
+        self._is_patched = hasattr(self._library, "moegguf_memory_parts")
+        if not self._is_patched:
+            return
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._library, f"moegguf_{name}")
             function.restype = result
             function.argtypes = arguments
-        # Bits of the parts that the memory has, or WHOLE.
-        self.all: int = WHOLE
         if self._memory is not None:
             self.all = self._library.moegguf_memory_parts(self._memory)
 
@@ -67,6 +72,10 @@ class MemoryParts:
         """Removes the positions from `begin` up to but not including `end` from these
         parts of a sequence. -1: no limit on this side. Returns False if one of the
         parts cannot remove them."""
+        if not self._is_patched:
+            return bool(
+                self._bindings.llama_memory_seq_rm(self._memory, sequence, begin, end)
+            )
         return bool(
             self._library.moegguf_parts_seq_rm(
                 self._memory, parts, sequence, begin, end
@@ -86,6 +95,8 @@ class MemoryParts:
     def first(self, parts: int, sequence: int) -> int:
         """Returns the sequence's first position in these parts: the largest of the
         parts' first positions; -1 if all are empty."""
+        if not self._is_patched:
+            return int(self._bindings.llama_memory_seq_pos_min(self._memory, sequence))
         return int(
             self._library.moegguf_parts_seq_pos_min(self._memory, parts, sequence)
         )
@@ -93,6 +104,9 @@ class MemoryParts:
     def end(self, parts: int, sequence: int) -> int:
         """Returns the position after the sequence's last one in these parts: the
         smallest over the parts; 0 if a part is empty."""
+        if not self._is_patched:
+            last = self._bindings.llama_memory_seq_pos_max(self._memory, sequence)
+            return int(last) + 1
         return (
             int(self._library.moegguf_parts_seq_pos_max(self._memory, parts, sequence))
             + 1
