@@ -75,7 +75,7 @@ INSTEAD = {  # {path that is missing in front of Ray: what to do instead}
     "/v1/responses/{response}": "responses are not stored; send the whole conversation as input",
     **dict.fromkeys(
         CHANGES,
-        "models are those of the config file; change it, then `serve deploy` it",
+        "Ray's config file lists the models; change this file, and deploy it again with `serve deploy`",
     ),
     "/metrics": "metrics are exported by Ray, on each of its nodes; scrape these (docs/deployment.md)",
     "/live": "replicas send no snapshots of their experts; `moegguf serve` does",

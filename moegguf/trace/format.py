@@ -190,7 +190,7 @@ def _rules(trace: Trace) -> Iterator[tuple[Any, str, str]]:
     )
     yield uniform, "expert_ids", of_layers
     yield (trace.phase_of <= max(Phase)).all(), "token_phase", of_phases
-    of_last_tokens = "must be those of a pass's last tokens if some are missing"
+    of_last_tokens = "must contain a pass's last tokens if some tokens are missing"
     yield _computes_last_tokens(trace), "expert_ids", of_last_tokens
 
 

@@ -204,7 +204,7 @@ def main() -> None:
         "--times",
         type=int,
         default=1,
-        help="how often each starter is asked in each situation",
+        help="number of times that each starter is asked in each situation",
     )
     parser.add_argument(
         "--taught", action="store_true", help="also every question as it is taught"

@@ -313,7 +313,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser(
-        "batches", help="measure answers to the demo's questions, so many at once"
+        "batches", help="measure answers to the demo's questions, several at once"
     )
     one.add_argument("-m", "--model", default="demo")
     one.add_argument("--expert-cache", default="25%", metavar="BUDGET")

@@ -228,7 +228,7 @@ def test_write_atomically_keeps_temporary_files_of_live_writers(tmp_path: Path) 
     (tmp_path / ".other.json.abc").write_bytes(b"")
     write_atomically(path, b"new")
     assert sorted(tmp_path.iterdir()) == [tmp_path / ".other.json.abc", path], (
-        "and those of other files"
+        "the unfinished copy of another file stays"
     )
 
 

@@ -232,7 +232,7 @@ def put(at: Any, value: Any) -> Callable[[Any], None]:
         ),
         (
             changed("expert_ids", put((0, 1), -1)),
-            "expert_ids must be those of a pass's last tokens",
+            "expert_ids must contain a pass's last tokens",
         ),
         (changed("expert_ids", lambda a: a.astype(np.int32)), "must be int16"),
         (
