@@ -130,7 +130,7 @@ else
 	    --wheel-dir $(PORTABLE)/wheel --config-settings=build-dir=$(PORTABLE) \
 	    --config-settings=cmake.define.MOEGGUF_PORTABLE=ON $(CROSS) .
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(if $(ROOT),AUDITWHEEL_LD_LIBRARY_PATH=$(CURDIR)/$(ROOT)/usr/lib/$(ARCH)-linux-gnu) \
-	    $(VENV)/bin/auditwheel repair $(if $(PLATFORM),--plat $(PLATFORM)) --wheel-dir dist $(PORTABLE)/wheel/*.whl
+	    $(VENV)/bin/auditwheel repair --wheel-dir dist $(PORTABLE)/wheel/*.whl
 endif
 
 build/sysroot-%: tools/sysroot/fetch.sh tools/sysroot/packages.txt
