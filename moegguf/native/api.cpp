@@ -99,7 +99,6 @@ void append(char (&text)[n], const std::string & more) {
 void add_pool(moegguf_tier_info & out, const Pool & pool) {
     out.pool_bytes += pool.bytes();
     out.n_repacked += pool.n_repacked();
-    out.n_uncached += pool.n_uncached();
     out.pinned_memory = pool.memory().pinned;
     const char *device = ggml_backend_dev_name(pool.memory().device), *last = strrchr(out.device, ' ');
     if (strcmp(last ? last + 1 : out.device, device) == 0) {

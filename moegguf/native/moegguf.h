@@ -254,7 +254,6 @@ struct moegguf_tier_info {
     int32_t direct;             // 1: all shards in use are read with O_DIRECT
     int32_t n_experts;          // number of the model's experts in all layers
     int32_t n_repacked;         // number of expert tensors whose slots are interleaved
-    int32_t n_uncached;         // number of expert tensors whose slots are written with stores that bypass the cache
     int32_t n_slots;
     int32_t n_slots_usable; // number of slots that may be used; moegguf_store_resize changes this number
     int32_t resident;       // 1: each expert of the tier has its own slot; staging tensors: always 1

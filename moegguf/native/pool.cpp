@@ -262,7 +262,6 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
     allocate(layout, layers, numbering.n_slots());
     tensors_.assign(n, nullptr);
     slot_.assign(n, nullptr);
-    interleave_.assign(n, nullptr);
     for (size_t i = 0; i < n; i++) {
         const Matrix & m = layout.matrices[i];
         padding_.push_back(interleaved_[i] ? 0 : m.padding_bytes);
@@ -375,7 +374,6 @@ void Pool::make_tensor(const Matrix & m, int matrix, Window window) {
     }
     tensors_[matrix] = pool;
     slot_[matrix] = slot;
-    interleave_[matrix] = interleaved_[matrix] ? find_interleave(*slot) : nullptr;
 }
 
 bool Pool::kernels_ask_for_order() const {
@@ -456,11 +454,7 @@ void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void *
     piece.nb[2] = piece.nb[1] * n_rows;
     piece.nb[3] = piece.nb[2];
     piece.data = this->data(matrix, slot) + row * piece.nb[1];
-    if (interleave_[matrix] && (uintptr_t)piece.data % uncached_alignment == 0) {
-        interleave_[matrix]((uint8_t *)piece.data, (const uint8_t *)data, n_rows, piece.ne[0]);
-    } else {
-        ggml_backend_tensor_set(&piece, data, 0, ggml_nbytes(&piece));
-    }
+    ggml_backend_tensor_set(&piece, data, 0, ggml_nbytes(&piece));
     if (padding_[matrix] && row + n_rows == slot_[matrix]->ne[1]) {
         ggml_tensor bytes = view(matrix, slot, end(matrix, slot) - this->data(matrix, slot));
         const std::vector<uint8_t> zeros(padding_[matrix]);
@@ -527,10 +521,6 @@ uint64_t Pool::bytes() const {
 
 int Pool::n_repacked() const {
     return (int)(interleaved_.size() - std::count(interleaved_.begin(), interleaved_.end(), nullptr));
-}
-
-int Pool::n_uncached() const {
-    return (int)std::count_if(interleave_.begin(), interleave_.end(), [](Interleave by) { return by != nullptr; });
 }
 
 } // namespace moegguf

@@ -69,19 +69,6 @@ bool packs_slots(ggml_backend_dev_t device);
 // kernel of the device can multiply set no limit.
 int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots, bool packed);
 
-// Alignment in bytes of interleaved rows that are written with cache-bypassing stores (interleave.cpp).
-constexpr uintptr_t uncached_alignment = 16;
-
-// A function that interleaves n_rows rows of n_cols values. It reads `rows` in the file's layout, and writes `out`,
-// whose address must be a multiple of uncached_alignment.
-using Interleave = void (*)(uint8_t * out, const uint8_t * rows, int64_t n_rows, int64_t n_cols);
-
-// Returns a function that lays out a tensor's rows exactly as its buffer type does, but faster; nullptr: there is none.
-// Upstream chooses a layout by type, shape and processor. So this function lays out a few random rows both ways, and
-// compares the results. The pool calls this once per interleaved matrix. `slot` describes one expert [ne0, ne1] in an
-// interleaving buffer. The slot's memory is not written.
-Interleave find_interleave(const ggml_tensor & slot);
-
 class Pool {
   public:
     // Allocates all arenas for the matrices of these layers. Throws Error(MEMORY) if the device refuses.
@@ -133,7 +120,6 @@ class Pool {
     bool host() const { return host_; }
     const PoolMemory & memory() const { return memory_; }
     int n_repacked() const;
-    int n_uncached() const;
 
   private:
     struct Arena {
@@ -154,8 +140,6 @@ class Pool {
 
     PoolMemory memory_;
     std::vector<ggml_backend_buffer_type_t> interleaved_; // [n_matrices] buffer type that interleaves; nullptr: plain
-    // [n_matrices] faster function that interleaves; nullptr: the buffer type's own function is used.
-    std::vector<Interleave> interleave_;
     Arena arenas_[MOEGGUF_MAX_KINDS];
     const Strides strides_;
     ggml_context_ptr context_;

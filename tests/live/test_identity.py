@@ -139,22 +139,6 @@ def test_logits_are_identical_for_every_store_switch_and_reader_count(
     )
 
 
-@pytest.mark.skipif(
-    "avx2" not in read_processor().flags,
-    reason="Q4_0 of 8 rows is interleaved with AVX2 only",
-)
-def test_q4_0_rows_bypass_the_processor_cache(tiny: TinyModel, load: Load) -> None:
-    # test_logits_are_identical_for_every_model_and_pool_size compares the logits of
-    # these models.
-    for quant, written in (("q4_0", True), ("q8_0", False)):
-        with load(tiny("tiny-qwen2moe", quant), expert_cache="40%") as llm:
-            info = llm.session.store.info()
-            assert info["n_uncached"] == (
-                len(llm.session.layout.matrices) if written else 0
-            )
-            assert info["n_uncached"] <= info["n_repacked"]
-
-
 def test_logits_are_identical_with_two_compute_threads(
     tiny: TinyModel, load: Load, reference: Reference
 ) -> None:
