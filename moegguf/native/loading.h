@@ -1,31 +1,31 @@
 // loading.h: functions that the patched llama.cpp calls while it loads a model. They read the tensors that the store
-// does not hold, and write each one into its memory. Writing a tensor into a CPU buffer that converts weights also
-// converts the tensor for the CPU kernels.
+// does not hold into their memory, and convert them for the CPU's kernels.
 #pragma once
 
-#include "huge_pages.h"
 #include "moegguf.h"
 
 #include "ggml-backend.h"
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <future>
 #include <memory>
-#include <utility>
 
 namespace moegguf {
 
-// Returns true if the CPU writes this tensor's memory. The memory is then a host buffer, or a CPU buffer that converts
-// weights (which does not count as a host buffer).
-inline bool is_on_cpu(const ggml_tensor * tensor) {
-    ggml_backend_buffer_t buffer = tensor->view_src ? tensor->view_src->buffer : tensor->buffer;
-    ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buffer));
-    return ggml_backend_buffer_is_host(buffer) ||
-           (device && ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU);
+// Reads n bytes of a file. Returns false if a read fails.
+inline bool read_bytes(int file, void * to, size_t offset, size_t n) {
+    for (size_t done = 0; done < n;) {
+        const ssize_t n_read = pread(file, (uint8_t *)to + done, n - done, (off_t)(offset + done));
+        if (n_read <= 0) { return false; }
+        done += (size_t)n_read;
+    }
+    return true;
 }
 
 // Reads n bytes of a llama_file. Two threads share a read of at least 1 MiB, because one thread copies from the page
@@ -35,12 +35,7 @@ template <typename File>
 void read_tensor(File & file, void * to, size_t offset, size_t n) {
     constexpr size_t least_bytes = 1u << 20;
     const auto read = [&](size_t begin, size_t end) {
-        while (begin < end) {
-            const ssize_t n_read = pread(file.file_id(), (uint8_t *)to + begin, end - begin, (off_t)(offset + begin));
-            if (n_read <= 0) { return false; }
-            begin += (size_t)n_read;
-        }
-        return true;
+        return read_bytes(file.file_id(), (uint8_t *)to + begin, offset + begin, end - begin);
     };
     if (n >= least_bytes) {
         auto first = std::async(std::launch::async, read, 0, n / 2);
@@ -51,41 +46,34 @@ void read_tensor(File & file, void * to, size_t offset, size_t n) {
     file.read_raw(to, n);
 }
 
-// Memory for a tensor's bytes as they are in the file. The memory is not initialised.
-struct ReadBytes {
-    std::unique_ptr<uint8_t[]> memory;
-    size_t size = 0;
-    uint8_t * data() const { return memory.get(); }
-};
-
-// Reads tensors and writes them into their memory. A tensor on the CPU is written, and converted for the CPU's kernels
-// if necessary, on another thread while the next tensor is read. The destructor waits for that thread.
-class ConvertAhead {
-  public:
-    // Reads a tensor's n bytes from the file, and writes them to the tensor, in the background if the tensor is on the
-    // CPU. Returns the bytes as they are in the file. They stay valid until the call after the next one. Memory is
-    // reused, because the first touch of fresh memory takes longer than filling it.
-    template <typename File>
-    const ReadBytes & load(File & file, ggml_tensor * tensor, size_t offset, size_t n) {
-        std::swap(next_, last_);
-        if (next_.size < n) {
-            next_ = {std::unique_ptr<uint8_t[]>(new uint8_t[n]), n};
-            ask_for_huge_pages(next_.data(), n);
-        }
-        uint8_t * data = next_.data();
-        read_tensor(file, data, offset, n);
-        before_ = {};
-        if (is_on_cpu(tensor)) {
-            before_ = std::async(std::launch::async, [=] { ggml_backend_tensor_set(tensor, data, 0, n); });
-        } else {
-            ggml_backend_tensor_set(tensor, data, 0, n);
-        }
-        return next_;
+// Reads a tensor from a llama_file, and writes it into a buffer that interleaves rows for the CPU's kernels. Two
+// threads each read some rows at a time and convert them while they are in the processor's cache. Returns false if the
+// tensor is in another kind of buffer, or if a read fails. llama.cpp then loads the whole tensor, and throws the error.
+template <typename File>
+bool load_rows(File & file, const ggml_tensor * tensor, size_t offset) {
+    if (strcmp(ggml_backend_buft_name(ggml_backend_buffer_get_type(tensor->buffer)), "CPU_REPACK") != 0) {
+        return false;
     }
-
-  private:
-    ReadBytes next_, last_;
-    std::future<void> before_; // conversion of the previous tensor; an assignment waits for it to end
-};
+    constexpr int64_t group_rows = 64, piece_bytes = 256 << 10; // no layout interleaves more rows in one group
+    const int64_t row_bytes = (int64_t)tensor->nb[1], n_rows = ggml_nrows(tensor);
+    const int64_t piece_rows = std::max<int64_t>(piece_bytes / row_bytes / group_rows, 1) * group_rows;
+    std::atomic<int64_t> next_row{0};
+    const auto load = [&] {
+        const std::unique_ptr<uint8_t[]> rows(new uint8_t[piece_rows * row_bytes]);
+        for (int64_t row; (row = next_row.fetch_add(piece_rows)) < n_rows;) {
+            ggml_tensor piece = *tensor;
+            piece.ne[1] = std::min(piece_rows, n_rows - row);
+            piece.ne[2] = piece.ne[3] = 1;
+            piece.nb[2] = piece.nb[3] = piece.ne[1] * row_bytes;
+            piece.data = (uint8_t *)tensor->data + row * row_bytes;
+            if (!read_bytes(file.file_id(), rows.get(), offset + row * row_bytes, piece.nb[2])) { return false; }
+            ggml_backend_tensor_set(&piece, rows.get(), 0, piece.nb[2]);
+        }
+        return true;
+    };
+    auto other = std::async(std::launch::async, load);
+    const bool ours = load();
+    return other.get() && ours;
+}
 
 } // namespace moegguf
