@@ -357,6 +357,8 @@ class Worker:
 
         try:
             config = wire.build(LoadConfig, message["config"])
+            # Both threads then use this layout, instead of reading the header twice.
+            read_layout(config.path)
             self._replies.submit(_learn_forms, config.path)
             self._model = llm = open_model(config, on_progress)
         except BaseException as error:
