@@ -220,6 +220,54 @@ def test_random_interleavings_give_the_answers_of_solo_requests(
     check_same(received, [solo(one, request) for request in requests])
 
 
+@pytest.mark.slow
+def test_eighty_answers_have_the_bits_of_solo_answers(
+    pair: tuple[Llama, Llama],
+) -> None:
+    """Checks drafted answers in passes of several widths, some with a shared
+    beginning. All models together generate 1,040 answers."""
+    many, one = pair
+    random = np.random.default_rng(7)
+    begin = random_prompt(one, 90, seed=99)
+    n_reused = 0
+    for step_tokens in (None, 13, 29, 7):
+        requests = [
+            of_tokens(
+                one,
+                begin[: int(random.choice([0, 0, 33, 64, 90]))]
+                + random_prompt(one, int(random.integers(1, 200)), seed=number),
+                max_tokens=int(random.integers(6, 20)),
+            )
+            for number in range(20)
+        ]
+        expected = [solo(one, request) for request in requests]
+        many.context.clear()
+        received = answers_together(many, requests, Scripted(), step_tokens)
+        check_same(received, expected)
+        n_reused += sum(each.summary.cached_tokens > 0 for each in received)
+    assert n_reused > 0
+
+
+def test_glm5_sequences_that_share_cells_have_the_bits_of_solo_answers(
+    tmp_path: Path,
+) -> None:
+    """While sequences share cells, llama.cpp does not use pooled keys from the cache,
+    but pools all keys again. These keys must be rounded as those in the cache."""
+    path = write_hybrid(tmp_path / "model.gguf", "glm5-next")
+    one = Llama(path, draft="off", context_store=0, **OPTIONS)
+    many = Llama(path, n_seq_max=4, draft="off", context_store=0, **OPTIONS)
+    with one, many:
+        begin = random_prompt(one, 64, seed=99)
+        requests = [
+            of_tokens(one, begin + random_prompt(one, n_tokens, seed=n_tokens))
+            for n_tokens in (5, 33, 64, 100, 17, 80, 2, 51, 120, 9, 140, 71)
+        ]
+        expected = [solo(one, request) for request in requests]
+        received = answers_together(many, requests, step_tokens=7)
+        assert sum(each.summary.cached_tokens == 64 for each in received) > 4
+        check_same(received, expected)
+
+
 def test_a_failed_pass_leaves_no_partial_state(pair: tuple[Llama, Llama]) -> None:
     many, one = pair
     requests = [of_tokens(one, tokens) for tokens in prompts_of(one)[:5]]
