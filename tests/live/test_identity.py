@@ -27,7 +27,6 @@ from moegguf.engine.llama import Llama
 from moegguf.gguf.experts import read_layout
 from moegguf.native import library
 from moegguf.native.store import StoreContext, StoreOptions
-from moegguf.processor import read_processor
 
 MODELS = [
     ("tiny-qwen2moe", "q4_0"), ("tiny-qwen2moe", "q8_0"), ("tiny-qwen3moe", "q8_0"), ("tiny-mixtral", "q4_k_m"),
