@@ -35,9 +35,12 @@ enum class Remedy : uint32_t {
     // that one copy moves an expert. Off: each kind of matrix has an arena of its own, and each matrix is copied
     // separately.
     one_arena = 256,
+    // A layer on a CUDA card computes up to as many tokens at a time as the card's kernels multiply each on its own,
+    // mostly 8. Off: up to 4.
+    wide_windows = 512,
 };
 
-constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256;
+constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256 | 512;
 // All remedies except own_copies, graph_scores and one_arena are on by default. With own_copies, two threads use one
 // backend's stream, and no test on a GPU has shown that this is safe. With graph_scores and with one_arena, a simulated
 // device was not faster (docs/gpu.md).

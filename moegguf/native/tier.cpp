@@ -2,6 +2,7 @@
 #include "tier.h"
 
 #include "clock.h"
+#include "switches.h"
 
 #include <algorithm>
 #include <cstring>
@@ -49,7 +50,7 @@ int most_slot_tokens(const char * name) {
     for (int type = 0; tokens_of && type < GGML_TYPE_COUNT; type++) {
         if (ggml_is_quantized((ggml_type)type)) { most = std::min(most, tokens_of(device, (ggml_type)type)); }
     }
-    return most;
+    return is_on(Remedy::wide_windows) ? most : std::min(most, least_of_cuda);
 }
 
 namespace {

@@ -53,6 +53,7 @@ REMEDIES = {
     "f": 32,
     "g": 64,
     "i": 128,
+    "j": 512,
     "k": 256,
 }
 
@@ -196,7 +197,7 @@ def without_remedies(tiny: TinyModel) -> list[Logits]:
     "letters",
     [
         *(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES),
-        "abcdefgik",
+        "abcdefgijk",
     ],
 )
 def test_remedies_change_no_bit(

@@ -31,7 +31,7 @@ STOP = "a stop, us"
 # Remedies: experimental changes that a library may contain behind switches, each with
 # its bit. `moegguf_switches` returns the bits of all remedies in the library. The
 # variable MOEGGUF_SWITCHES holds the bits of the remedies that are on.
-DEFAULT = "abdefi"  # the remedies that are on by default
+DEFAULT = "abdefij"  # the remedies that are on by default
 SWITCHES = {
     "a": 1,
     "b": 2,
@@ -41,6 +41,7 @@ SWITCHES = {
     "f": 32,
     "g": 64,
     "i": 128,
+    "j": 512,
     "k": 256,
 }
 
