@@ -432,6 +432,15 @@ def test_plan_chooses_batch_and_slots_together(layout: ExpertLayout) -> None:
     assert plan(layout, "auto", Memory(64 * GIB, free, "x")).n_ubatch < 512
 
 
+def test_plan_counts_the_row_lists_of_each_slot(layout: ExpertLayout) -> None:
+    size, n_ubatch = slot_bytes(layout) + slot_work_bytes(layout, 4096), 4096
+    needs = Sizes(4096).needs(layout, n_ubatch)
+    for n_slots in (40, 90):
+        free = needs.total_bytes + MARGIN_BYTES + n_slots * size
+        p = plan(layout, "auto", Memory(64 * GIB, free, "x"), n_ubatch=n_ubatch)
+        assert p.n_slots == n_slots
+
+
 def test_plan_keeps_a_given_n_ubatch_and_fits_the_pass_to_a_given_budget(
     layout: ExpertLayout,
 ) -> None:
