@@ -584,8 +584,14 @@ def test_expect_returns_missed_bytes_and_a_range_of_speeds(
     assert 0 < e.tokens_per_s_low < e.tokens_per_s_high
     faster = HitRates(layout).expect(48, Speeds.of_cpu(10e9, 2e9)).tokens_per_s_high
     assert faster is not None and faster > e.tokens_per_s_high
+    assert e.reads_tokens_per_s == 1e9 / e.missed_bytes_low
+    assert e.computing_tokens_per_s is not None
+    bound = min(e.reads_tokens_per_s, e.computing_tokens_per_s)
+    assert e.tokens_per_s_high < bound
     assert HitRates(layout).expect(48).tokens_per_s_low is None
     whole = HitRates(layout).expect(96, Speeds.of_cpu(10e9, 1e9))
+    assert whole.reads_tokens_per_s is None
+    assert whole.computing_tokens_per_s == whole.tokens_per_s_high
     assert (whole.hit_low, whole.missed_bytes_high) == (
         1.0,
         0,
