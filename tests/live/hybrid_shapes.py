@@ -208,15 +208,6 @@ def qwen3next() -> Shape:
     return Shape(keys, delta_net, attention, rest, {})
 
 
-def bailingmoe3() -> Shape:
-    gates: Dims = {"ssm_a": (N_HEAD, 1)} | {
-        f"ssm_{name}_a.weight": (WIDTH, N_EMBD) for name in "fg"
-    }
-    attention = latent_attention(N_ROT) | {"attn_gate.weight": (N_HEAD, N_EMBD)}
-    keys = delta_keys(N_ROT) | {"kda.safe_gate": True, "kda.gate_lower_bound": -5.0}
-    return Shape(keys, delta_attention(gates), attention, experts(n_shared=1), {})
-
-
 def kimi_k3() -> Shape:
     latent = 64
     gates: Dims = {
@@ -290,7 +281,6 @@ SHAPES: dict[str, Callable[[], Shape]] = {
     "jamba": jamba,
     "minimax-01": minimax_01,
     "qwen3next": qwen3next,
-    "bailingmoe3": bailingmoe3,
     "kimi-k3": kimi_k3,
     "glm5-next": glm5_next,
 }

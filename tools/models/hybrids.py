@@ -81,13 +81,16 @@ def mamba2(shape: Shape) -> Named:
 
 def delta_attention(shape: Shape) -> Named:
     """Yields the tensors of Kimi's delta attention, which has a gate for each channel
-    of the recurrent state."""
+    of the recurrent state. In Kimi Linear, two small matrices compute the gates."""
     head = shape.n_embd_head_kda
     width = head * shape.n_head
     for letter in "qkv":
         yield f"attn_{letter}.weight", (width, shape.n_embd)
         yield f"ssm_conv1d_{letter}.weight", (width, 1, shape.ssm_d_conv)
     for letter in "fg":
+        if shape.arch == "bailingmoe3":
+            yield f"ssm_{letter}_a.weight", (width, shape.n_embd)
+            continue
         yield f"ssm_{letter}_a.weight", (head, shape.n_embd)
         yield f"ssm_{letter}_b.weight", (width, head)
     yield "ssm_beta.weight", (shape.n_head, shape.n_embd)

@@ -35,6 +35,14 @@ ARCHS: dict[str, tuple[str, ...]] = {
         "n_rot",
         "n_expert_shared",
     ),
+    "bailingmoe3": (
+        "ssm_d_conv",
+        "n_embd_head_kda",
+        "kv_lora_rank",
+        "n_rot",
+        "n_expert_shared",
+        "n_layer_dense_lead",
+    ),
     "granitehybrid": (*DELTA_NET, "n_ff_shexp"),
     "deepseek4": (
         "n_lora_q",
@@ -47,7 +55,14 @@ ARCHS: dict[str, tuple[str, ...]] = {
     ),
 }
 # Architectures that may have layers for multi-token prediction.
-HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
+HEADS_ARCHS = (
+    "glm4moe",
+    "deepseek2",
+    "qwen35moe",
+    "nemotron_h_moe",
+    "bailingmoe3",
+    "deepseek4",
+)
 ROPE_FREQ_BASE = 1_000_000.0
 
 
@@ -463,6 +478,27 @@ PRESETS: dict[str, Shape] = {
         n_embd_head_v=64,
         n_ctx_train=2048,
     ),
+    "tiny-glm-flash": Shape(
+        "deepseek2",
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        n_head_kv=4,
+        n_embd_head=96,
+        n_expert=16,
+        n_expert_used=3,
+        n_ff_exp=64,
+        n_ff=256,
+        n_vocab=1024,
+        n_layer_dense_lead=1,
+        n_expert_shared=1,
+        kv_lora_rank=64,
+        n_rot=32,
+        n_embd_head_v=64,
+        n_ctx_train=2048,
+        n_layer_nextn=1,
+        n_lora_q=64,
+    ),
     "tiny-gpt-oss": Shape(
         "gpt-oss",
         n_layer=4,
@@ -604,6 +640,30 @@ PRESETS: dict[str, Shape] = {
         mixers="rrra",
         ssm_d_conv=4,
         n_embd_head_kda=32,
+    ),
+    "tiny-bailingmoe3": Shape(
+        "bailingmoe3",
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        n_head_kv=4,
+        n_embd_head=96,
+        n_expert=16,
+        n_expert_used=4,
+        n_ff_exp=64,
+        n_ff=256,
+        n_vocab=1024,
+        n_layer_dense_lead=1,
+        n_expert_shared=1,
+        kv_lora_rank=64,
+        n_rot=32,
+        n_embd_head_v=64,
+        n_ctx_train=2048,
+        n_layer_nextn=1,
+        mixers="rara",
+        ssm_d_conv=4,
+        n_embd_head_kda=32,
+        n_lora_q=64,
     ),
     "tiny-granitehybrid": Shape(
         "granitehybrid",
