@@ -32,10 +32,9 @@ _EXPERTS: dict[str, Kind] = {f"ffn_{kind}_exps.weight": kind for kind in KINDS}
 # Every multi-token-prediction head has this tensor.
 HEADS_TENSOR = "nextn.eh_proj.weight"
 # Architectures whose multi-token-prediction heads may draft, because moegguf's tests
-# cover them. For these heads llama.cpp needs only a KV cache, and the models can roll
-# back drafted tokens.
+# cover them. For these heads llama.cpp needs only a KV cache.
 HEADS_ARCHS = (
-    "glm4moe", "deepseek2", "qwen35moe", "nemotron_h_moe", "bailingmoe3", "deepseek4",
+    "glm4moe", "deepseek2", "qwen3next", "qwen35moe", "nemotron_h_moe", "bailingmoe3", "deepseek4",
 )  # fmt: skip
 # llama.cpp aborts the process if the heads of deepseek2 lack one of these tensors.
 DEEPSEEK2_HEADS = ("attn_q_a.weight", "attn_k_b.weight")

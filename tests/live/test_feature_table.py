@@ -45,7 +45,8 @@ KINDS = [
         "latent attention, with heads for multi-token prediction", ("tiny-glm-flash",)
     ),
     Kind("sliding windows", ("tiny-gpt-oss",)),
-    Kind("gated delta net", ("tiny-qwen35moe",), "ssm_out.weight"),
+    Kind("gated delta net", ("tiny-qwen3next",), "ssm_out.weight"),
+    Kind("gated delta net, with snapshots", ("tiny-qwen35moe",), "ssm_out.weight"),
     Kind("gated delta net, with an n-gram table", ("tiny-qwen4exp",), "ssm_out.weight"),
     Kind("Mamba 2", ("tiny-granitehybrid",), "ssm_out.weight"),
     Kind("Mamba 2, with snapshots", ("tiny-nemotron",), "ssm_out.weight"),

@@ -135,8 +135,12 @@ def _qwen3vlmoe(shape: Shape) -> Keys:
     }
 
 
+def _qwen3next(shape: Shape) -> Keys:
+    return {"full_attention_interval": shape.mixers.index("a") + 1}
+
+
 def _qwen35moe(shape: Shape) -> Keys:
-    return _sections(shape) | {"full_attention_interval": shape.mixers.index("a") + 1}
+    return _sections(shape) | _qwen3next(shape)
 
 
 def _qwen4exp(shape: Shape) -> Keys:
@@ -239,6 +243,7 @@ _OWN = {
     "qwen3vlmoe": _qwen3vlmoe,
     "gpt-oss": lambda shape: {"attention.sliding_window": shape.n_swa},
     "glm4moe": _glm4moe,
+    "qwen3next": _qwen3next,
     "qwen35moe": _qwen35moe,
     "qwen4exp": _qwen4exp,
     "nemotron_h_moe": _nemotron_h_moe,

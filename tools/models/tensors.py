@@ -216,6 +216,7 @@ def _layer(shape: Shape, il: int) -> Named:
 
 def _mixer(shape: Shape, il: int) -> Named:
     recurrent = {
+        "qwen3next": hybrids.delta_net,
         "qwen35moe": hybrids.delta_net,
         "qwen4exp": hybrids.delta_net,
         "nemotron_h_moe": hybrids.mamba2,
@@ -226,7 +227,7 @@ def _mixer(shape: Shape, il: int) -> Named:
     }
     if shape.mixer(il) == "r":
         yield from recurrent[shape.arch](shape)
-    elif shape.arch in ("qwen35moe", "qwen4exp"):
+    elif shape.arch in ("qwen3next", "qwen35moe", "qwen4exp"):
         yield from hybrids.gated_attention(shape)
     elif shape.kv_lora_rank:
         yield from _mla(shape)
@@ -257,11 +258,10 @@ def _attention(shape: Shape) -> Named:
 def _heads(shape: Shape) -> Named:
     """Yields the `nextn` tensors, which only layers for multi-token prediction have."""
     yield HEADS_INPUT, (shape.n_embd, 2 * shape.n_embd)
-    for name in ("enorm", "hnorm"):
-        yield f"nextn.{name}.weight", (shape.n_embd,)
     is_bailing = shape.arch == "bailingmoe3"
     last = "layer_output_norm" if is_bailing else "nextn.shared_head_norm"
-    yield f"{last}.weight", (shape.n_embd,)
+    for name in ("nextn.enorm", "nextn.hnorm", last):
+        yield f"{name}.weight", (shape.n_embd,)
 
 
 def _mla(shape: Shape) -> Named:
@@ -289,7 +289,7 @@ def _ffn(shape: Shape, il: int) -> Named:
     if shape.arch != "qwen4exp":
         norm = (
             "post_attention_norm"
-            if shape.arch in ("gpt-oss", "glm4moe", "qwen35moe")
+            if shape.arch in ("gpt-oss", "glm4moe", "qwen3next", "qwen35moe")
             else "ffn_norm"
         )
         yield f"{norm}.weight", (shape.n_embd,)
@@ -310,7 +310,7 @@ def _ffn(shape: Shape, il: int) -> Named:
         "deepseek4",
     ):
         yield "exp_probs_b.bias", (shape.n_expert,)
-    if shape.arch in ("qwen2moe", "qwen35moe", "qwen4exp"):
+    if shape.arch in ("qwen2moe", "qwen3next", "qwen35moe", "qwen4exp"):
         yield "ffn_gate_inp_shexp.weight", (shape.n_embd,)
     if shape.arch == "gpt-oss":
         yield "ffn_gate_inp.bias", (shape.n_expert,)
