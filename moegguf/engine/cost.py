@@ -397,7 +397,7 @@ def request_cost(
 @dataclass(frozen=True)
 class Expected:
     """The expected hit rate, missed bytes per token and speed while an answer is
-    generated, each as a range from low to high. The speed is None if no speed was
+    generated, each as a range from low to high. Speeds are None if no speed was
     measured."""
 
     hit_low: float
@@ -406,6 +406,9 @@ class Expected:
     missed_bytes_high: int
     tokens_per_s_low: float | None
     tokens_per_s_high: float | None
+    # Speed if reads at the high hit rate took all the time; None if nothing is missed.
+    reads_tokens_per_s: float | None
+    computing_tokens_per_s: float | None  # speed if nothing were read from the disk
     basis: str
 
 
@@ -470,8 +473,12 @@ class HitRates:
         model = ModelBytes.of(self.layout)
         most = round(cycle * (1 - hits.low))
         least = round(cycle * (1 - hits.high))
-        slow = fast = None
+        slow = fast = reads = computing = None
         if speeds is not None:
             slow = SPEED_SPREAD / cpu_s(model, speeds, 1 - hits.low)
             fast = 1 / cpu_s(model, speeds, 1 - hits.high)
-        return Expected(hits.low, hits.high, least, most, slow, fast, hits.basis)
+            reads = speeds.disk_bytes_per_s / least if least else None
+            computing = 1 / cpu_s(model, speeds)
+        return Expected(
+            hits.low, hits.high, least, most, slow, fast, reads, computing, hits.basis
+        )

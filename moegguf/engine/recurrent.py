@@ -9,8 +9,6 @@ snapshot is the state before one of the last tokens, so these tokens can be roll
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES, Value
 
@@ -95,13 +93,16 @@ def _is_recurrent(layout: ExpertLayout, il: int) -> bool:
 
 def attention_layers(layout: ExpertLayout) -> list[int]:
     """Returns the indices of the layers that have a KV cache, including the layers of
-    loaded draft heads."""
+    loaded draft heads. A layer occurs twice if two contexts have a cache for it."""
     hparams = layout.hparams
-    layers: Iterable[int] = range(
-        hparams.n_layer + layout.n_layer_nextn * layout.loads_heads
-    )
+    n_layer = hparams.n_layer
+    n_heads = layout.n_layer_nextn * layout.loads_heads
+    # The model's own context has a cache for bailingmoe3's heads, too, but never uses
+    # this cache.
+    n_own = hparams.n_layer_all if layout.arch == "bailingmoe3" else n_layer
+    layers = [*range(n_own), *range(n_layer, n_layer + n_heads)]
     if not is_stateful(layout):
-        return list(layers)
+        return layers
     recurrent = (
         recurrent_layers(layout) if layout.arch != "falcon-h1" else frozenset[int]()
     )

@@ -32,9 +32,12 @@ _EXPERTS: dict[str, Kind] = {f"ffn_{kind}_exps.weight": kind for kind in KINDS}
 # Every multi-token-prediction head has this tensor.
 HEADS_TENSOR = "nextn.eh_proj.weight"
 # Architectures whose multi-token-prediction heads may draft, because moegguf's tests
-# cover them. For these heads llama.cpp needs only a KV cache, and the models can roll
-# back drafted tokens.
-HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
+# cover them. For these heads llama.cpp needs only a KV cache.
+HEADS_ARCHS = (
+    "glm4moe", "deepseek2", "qwen3next", "qwen35moe", "nemotron_h_moe", "bailingmoe3", "deepseek4",
+)  # fmt: skip
+# llama.cpp aborts the process if the heads of deepseek2 lack one of these tensors.
+DEEPSEEK2_HEADS = ("attn_q_a.weight", "attn_k_b.weight")
 # The store reads rows of the token embedding from the file (row_tables.cpp), and rows
 # of ROW_TABLE if the model has one of the architectures in ROW_TABLE_ARCHS. For these
 # architectures, llama.cpp marks ROW_TABLE as TENSOR_READ_LAZY.
@@ -355,12 +358,15 @@ def _layout(
         n_vocab = max((n_vocab, *embedding.shape[1:2]))
         if "output.weight" not in tensors:
             tied_output_bytes = embedding.n_bytes
+    needed = (HEADS_TENSOR, *(DEEPSEEK2_HEADS if hparams.arch == "deepseek2" else ()))
     can_draft = (
         hparams.arch in HEADS_ARCHS
         # Only one layer is checked, because llama.cpp runs only one
         # multi-token-prediction layer.
         and hparams.n_layer_all == hparams.n_layer + 1
-        and f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors
+        and all(f"blk.{hparams.n_layer}.{name}" in tensors for name in needed)
+        # llama.cpp also aborts for heads with this scale.
+        and not metadata.get("deepseek2.attention.temperature_scale")
         # If these lengths were equal, llama.cpp would divide by the width of an empty
         # cache, which is zero.
         and metadata.get("deepseek4.attention.indexer.key_length") != hparams.key_length

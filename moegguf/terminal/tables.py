@@ -317,6 +317,8 @@ def print_estimate(facts: Facts) -> None:
         gain = facts["cpu"]["assumed_prompt_gain"]
         title = f"Speed on the CPU (assumed: memory is the limit; prompts {gain} times as fast)"
         _section(title, _placement_rows(facts["cpu"]), right=(1, 2, 3))
+        if facts["expected"]["reads_tokens_per_s"]:
+            print_renderable(Padding(Text(_bound_text(facts)), (0, 0, 1, 4)))
     if facts["placement"]:
         title = (
             "Speed with a device, predicted from speeds "
@@ -404,6 +406,18 @@ def _memory_rows(facts: Facts) -> Iterator[Row]:
             format_bytes(facts["expert_bytes"]),
             "read when a token needs them",
         )
+
+
+def _bound_text(facts: Facts) -> str:
+    """Returns the highest speed of answers on the CPU as text. Reads and computation
+    would overlap completely at this speed, so the slower of the two limits it."""
+    expected = facts["expected"]
+    speeds = [expected[f"{name}_tokens_per_s"] for name in ("reads", "computing")]
+    most, reads, computing = (two_digits(n, n) for n in (min(speeds), *speeds))
+    return (
+        f"at most {most} tokens/s of an answer: reads at {facts['disk']['bytes_per_s'] / 1e9:.2g} GB/s allow"
+        f" {reads} with a hit rate of {expected['hit_high']:.0%}, computing allows {computing}"
+    )
 
 
 def _placement_rows(placement: Facts) -> Iterator[Row]:

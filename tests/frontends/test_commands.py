@@ -194,6 +194,16 @@ def test_estimate_prints_cpu_speeds_of_prompts_and_answers_as_assumed(
     ]  # fmt: skip
     (passes,) = [line for line in shown.splitlines() if "a prompt is read" in line]
     assert re.search(r"a prompt is read 512 tokens at a time: \w+", passes)
+    (bound,) = [line for line in shown.splitlines() if "at most" in line]
+    found = re.search(
+        r"at most ([\d,.]+) tokens/s of an answer: reads at [\d.]+ GB/s allow ([\d,.]+) with a hit rate of \d+%,"
+        r" computing allows ([\d,.]+)$",
+        bound,
+    )
+    assert found, bound
+    most, reads, computing = (float(n.replace(",", "")) for n in found.groups())
+    assert most == min(reads, computing)
+    assert "at most" not in here(*ask, "100%").stdout
     some, every = json.loads(here(*ask, "50%", "--json").stdout)["cpu"]["placements"]
     assert some["tokens_per_s"] < every["tokens_per_s"]
     assert some["prompt_tokens_per_s"] <= every["prompt_tokens_per_s"]

@@ -23,7 +23,6 @@ WIDTH = N_HEAD * HEAD_DIM
 KV_RANK, Q_RANK, MLA_HEAD, N_ROT = 64, 48, 48, 16
 LAYERS = "rara"  # kinds of the four layers: r is recurrent, a uses attention
 SIGMOID = int(ExpertGatingFuncType.SIGMOID)
-SOFTMAX = int(ExpertGatingFuncType.SOFTMAX)
 
 Dims = dict[str, tuple[int, ...]]
 Keys = dict[str, Any]
@@ -68,12 +67,11 @@ def experts(n_in: int = N_EMBD, n_shared: int = 0, has_bias: bool = True) -> Dim
     return dims
 
 
-def simple_attention(n_head_kv: int = 2, n_q: int = 1) -> Dims:
-    """Returns the tensors of grouped-query attention. n_q: output width of the query
-    matrix, as a multiple of WIDTH."""
-    dims = {f"attn_{name}.weight": (n_head_kv * HEAD_DIM, N_EMBD) for name in "kv"}
+def simple_attention() -> Dims:
+    """Returns the tensors of grouped-query attention with two key/value heads."""
+    dims = {f"attn_{name}.weight": (2 * HEAD_DIM, N_EMBD) for name in "kv"}
     return {
-        "attn_q.weight": (n_q * WIDTH, N_EMBD),
+        "attn_q.weight": (WIDTH, N_EMBD),
         "attn_output.weight": (N_EMBD, WIDTH),
     } | dims
 
@@ -171,52 +169,6 @@ def minimax_01() -> Shape:
     return Shape(keys, lightning, simple_attention(), experts(has_bias=False), {})
 
 
-def qwen3next() -> Shape:
-    n_key_heads = 2
-    width = 2 * n_key_heads * HEAD_DIM + WIDTH
-    delta_net: Dims = {
-        "attn_qkv.weight": (width, N_EMBD),
-        "attn_gate.weight": (WIDTH, N_EMBD),
-        "ssm_conv1d.weight": (width, D_CONV),
-        "ssm_dt.bias": (N_HEAD,),
-        "ssm_a": (N_HEAD,),
-        "ssm_ba.weight": (2 * N_HEAD, N_EMBD),
-        "ssm_norm.weight": (HEAD_DIM,),
-        "ssm_out.weight": (N_EMBD, WIDTH),
-    }
-    attention = simple_attention(n_q=2) | {
-        f"attn_{name}_norm.weight": (HEAD_DIM,) for name in "qk"
-    }
-    rest = experts(n_shared=1, has_bias=False)
-    rest |= {
-        "ffn_gate_inp_shexp.weight": (N_EMBD,),
-        "post_attention_norm.weight": rest.pop("ffn_norm.weight"),
-    }
-    keys: Keys = {
-        "attention.head_count_kv": 2,
-        "attention.key_length": HEAD_DIM,
-        "attention.value_length": HEAD_DIM,
-        "rope.dimension_count": HEAD_DIM,
-        "attention.recurrent_layers": [kind == "r" for kind in LAYERS],
-        "expert_shared_feed_forward_length": N_FF,
-        "ssm.conv_kernel": D_CONV,
-        "ssm.inner_size": WIDTH,
-        "ssm.state_size": HEAD_DIM,
-        "ssm.time_step_rank": N_HEAD,
-        "ssm.group_count": n_key_heads,
-    }
-    return Shape(keys, delta_net, attention, rest, {})
-
-
-def bailingmoe3() -> Shape:
-    gates: Dims = {"ssm_a": (N_HEAD, 1)} | {
-        f"ssm_{name}_a.weight": (WIDTH, N_EMBD) for name in "fg"
-    }
-    attention = latent_attention(N_ROT) | {"attn_gate.weight": (N_HEAD, N_EMBD)}
-    keys = delta_keys(N_ROT) | {"kda.safe_gate": True, "kda.gate_lower_bound": -5.0}
-    return Shape(keys, delta_attention(gates), attention, experts(n_shared=1), {})
-
-
 def kimi_k3() -> Shape:
     latent = 64
     gates: Dims = {
@@ -289,8 +241,6 @@ def glm5_next() -> Shape:
 SHAPES: dict[str, Callable[[], Shape]] = {
     "jamba": jamba,
     "minimax-01": minimax_01,
-    "qwen3next": qwen3next,
-    "bailingmoe3": bailingmoe3,
     "kimi-k3": kimi_k3,
     "glm5-next": glm5_next,
 }

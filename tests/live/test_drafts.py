@@ -365,10 +365,11 @@ def heads_of(load: Load, path: Any, **options: Any) -> Llama:
     )
 
 
+@pytest.mark.parametrize("preset", ["tiny-glm4moe", "tiny-glm-flash"])
 def test_mtp_heads_draft_and_change_no_token(
-    load: Load, tiny: TinyModel, eager: None
+    load: Load, tiny: TinyModel, eager: None, preset: str
 ) -> None:
-    path = tiny("tiny-glm4moe")
+    path = tiny(preset)
     with heads_of(load, path, draft="auto") as llm:
         assert llm.batch_invariant and llm._drafts.in_use == "mtp"
         heads_bytes = llm.layout.dense_bytes - read_layout(path).dense_bytes

@@ -41,13 +41,18 @@ KINDS = [
     Kind("attention, with heads for multi-token prediction", ("tiny-glm4moe",)),
     Kind("attention with image positions", ("tiny-qwen3vlmoe",)),
     Kind("latent attention", ("tiny-deepseek2",)),
+    Kind(
+        "latent attention, with heads for multi-token prediction", ("tiny-glm-flash",)
+    ),
     Kind("sliding windows", ("tiny-gpt-oss",)),
-    Kind("gated delta net", ("tiny-qwen35moe",), "ssm_out.weight"),
+    Kind("gated delta net", ("tiny-qwen3next",), "ssm_out.weight"),
+    Kind("gated delta net, with snapshots", ("tiny-qwen35moe",), "ssm_out.weight"),
     Kind("gated delta net, with an n-gram table", ("tiny-qwen4exp",), "ssm_out.weight"),
     Kind("Mamba 2", ("tiny-granitehybrid",), "ssm_out.weight"),
     Kind("Mamba 2, with snapshots", ("tiny-nemotron",), "ssm_out.weight"),
     Kind("short convolution", ("tiny-lfm2moe",), "shortconv.out_proj.weight"),
     Kind("Kimi delta attention", ("tiny-kimi-linear",)),
+    Kind("Kimi delta attention, with snapshots", ("tiny-bailingmoe3",)),
     Kind("compressed attention", ("tiny-deepseek4",), "attn_output_b.weight"),
 ]
 

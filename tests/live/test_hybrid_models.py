@@ -18,10 +18,12 @@ Load = Callable[..., Any]
 Reference = Callable[..., Any]
 
 HYBRIDS = [
-    "tiny-qwen35moe", "tiny-qwen4exp", "tiny-nemotron", "tiny-lfm2moe", "tiny-kimi-linear", "tiny-granitehybrid",
-    "tiny-deepseek4",
+    "tiny-qwen3next", "tiny-qwen35moe", "tiny-qwen4exp", "tiny-nemotron", "tiny-lfm2moe", "tiny-kimi-linear",
+    "tiny-bailingmoe3", "tiny-granitehybrid", "tiny-deepseek4",
 ]  # fmt: skip
-WITH_HEADS = ["tiny-qwen35moe", "tiny-nemotron", "tiny-deepseek4"]
+WITH_HEADS = [
+    "tiny-qwen3next", "tiny-qwen35moe", "tiny-nemotron", "tiny-bailingmoe3", "tiny-deepseek4",
+]  # fmt: skip
 # Longer than a chunk in the computation of the recurrent state, longer than a group of
 # tokens that share one compressed key, and longer than a sliding window.
 N_PROMPT = 150

@@ -47,7 +47,7 @@ from moegguf.processor import has_kernels, read_processor
 from moegguf.quantities import MIB
 from moegguf.settings import read_environment
 from moegguf.testing.library import arm_fault
-from tools.models import PRESETS, write_model
+from tools.models import PRESETS, Shape, write_model
 
 pytestmark = pytest.mark.skipif(
     not has_kernels(read_processor(), read_environment().kernels),
@@ -55,8 +55,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 HYBRIDS = [
-    "tiny-qwen35moe", "tiny-qwen4exp", "tiny-nemotron", "tiny-lfm2moe", "tiny-kimi-linear", "tiny-granitehybrid",
-    "tiny-deepseek4",
+    "tiny-qwen3next", "tiny-qwen35moe", "tiny-qwen4exp", "tiny-nemotron", "tiny-lfm2moe", "tiny-kimi-linear",
+    "tiny-bailingmoe3", "tiny-granitehybrid", "tiny-deepseek4",
 ]  # fmt: skip
 N_SEQ = 8
 OPTIONS: dict[str, Any] = {
@@ -476,7 +476,14 @@ def test_states_and_snapshots_have_the_planned_bytes(
 
 
 @pytest.mark.parametrize(
-    "preset", ["tiny-qwen35moe", "tiny-nemotron", "tiny-deepseek4"]
+    "preset",
+    [
+        "tiny-qwen3next",
+        "tiny-qwen35moe",
+        "tiny-nemotron",
+        "tiny-bailingmoe3",
+        "tiny-deepseek4",
+    ],
 )
 def test_mtp_heads_draft_and_change_no_token(
     tiny: TinyModel, preset: str, monkeypatch: pytest.MonkeyPatch
@@ -494,7 +501,14 @@ def test_mtp_heads_draft_and_change_no_token(
             **OPTIONS,
         )
     with llm:
-        assert llm._drafts.in_use == "mtp" and llm.plan.n_rs_seq == N_BACK
+        assert llm._drafts.in_use == "mtp"
+        rolls_back = llm.layout.arch in ROLLBACK_ARCHS
+        assert llm.plan.n_rs_seq == N_BACK * rolls_back
+        assert llm.context.returns_to_checkpoints == (not rolls_back)
+        headless = read_layout(tiny(preset))
+        n_bytes = headless.dense_bytes + headless.unused_bytes
+        assert llm.plan.needs.dense_bytes >= n_bytes, "the plan counts the heads"
+        assert kv_bytes(llm.layout, 256) > kv_bytes(headless, 256)
         prompts = [random_prompt(llm, 40, seed=n) for n in range(3)]
         requests = [
             of_tokens(llm, tokens, temperature=0.3, seed=1, max_tokens=40)
@@ -516,10 +530,51 @@ def test_mtp_heads_draft_and_change_no_token(
         assert counted.drafted_tokens > counted.accepted_tokens
 
 
-def test_mtp_heads_that_crash_llama_cpp_are_left_out(tmp_path: Path) -> None:
-    shape = PRESETS["tiny-deepseek4"]
-    path = write_model(
-        tmp_path / "m.gguf", replace(shape, indexer_head_size=shape.n_embd_head), "q4_0"
-    )[0]
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_draft_model_with_a_state_drafts_and_changes_no_token(
+    tiny: TinyModel, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "DraftGate", Eager)
+    preset = "tiny-qwen35moe"
+    draft = write_model(tmp_path / "draft.gguf", PRESETS[preset], "q4_0", seed=seed)[0]
+    options = {"n_seq_max": 3, "expert_cache": "40%", "context_store": 0, **OPTIONS}
+    with warnings.catch_warnings():
+        # Hides warnings about drafts, which depend on the CPU and the model.
+        warnings.simplefilter("ignore")
+        llm = Llama(tiny(preset), draft=draft, **options)
+    with llm:
+        assert llm._drafts.in_use == str(draft)
+        requests = [
+            of_tokens(llm, random_prompt(llm, 40, seed=n), max_tokens=40)
+            for n in range(3)
+        ]
+        with undrafted(llm):
+            expected = [
+                answers_together(llm, [request])[0].logprobs for request in requests
+            ]
+        before = llm.stats()
+        for request, logprobs in zip(requests, expected, strict=True):
+            llm.context.clear()
+            check_same(answers_together(llm, [request]), [logprobs])
+        llm.context.clear()
+        check_same(answers_together(llm, requests), expected)
+        counted = llm.stats() - before
+        assert counted.drafted_tokens > 0
+        # Both files have the same weights if the seed is 0.
+        assert (counted.draft_acceptance > 0.95) == (seed == 0)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        replace(PRESETS["tiny-deepseek4"], indexer_head_size=128),
+        replace(PRESETS["tiny-glm-flash"], n_lora_q=0),
+    ],
+    ids=lambda shape: shape.arch,
+)
+def test_mtp_heads_that_crash_llama_cpp_are_left_out(
+    tmp_path: Path, shape: Shape
+) -> None:
+    path = write_model(tmp_path / "m.gguf", shape, "q4_0")[0]
     layout = read_layout(path)
     assert layout.n_layer_nextn == 0 and layout.unused_bytes > 0

@@ -27,17 +27,17 @@ pytestmark = pytest.mark.skipif(
 # Characteristic operations that a model's graph must contain, by preset or
 # architecture.
 STATES = {
+    "tiny-qwen3next": {"GATED_DELTA_NET", "SSM_CONV"},
     "tiny-qwen35moe": {"GATED_DELTA_NET", "SSM_CONV"},
     "tiny-qwen4exp": {"GATED_DELTA_NET", "SSM_CONV", "TOP_K", "DSV4_HC_PRE"},
     "tiny-nemotron": {"SSM_SCAN", "SSM_CONV"},
     "tiny-lfm2moe": {"SSM_CONV"},
     "tiny-kimi-linear": {"GATED_DELTA_NET", "SSM_CONV"},
+    "tiny-bailingmoe3": {"GATED_DELTA_NET", "SSM_CONV"},
     "tiny-granitehybrid": {"SSM_SCAN", "SSM_CONV"},
     "tiny-deepseek4": {"LIGHTNING_INDEXER", "TOP_K", "DSV4_HC_COMB"},
     "jamba": {"SSM_SCAN", "SSM_CONV"},
     "minimax-01": {"GATED_LINEAR_ATTN"},
-    "qwen3next": {"GATED_DELTA_NET", "SSM_CONV"},
-    "bailingmoe3": {"GATED_DELTA_NET", "SSM_CONV"},
     "kimi-k3": {"GATED_DELTA_NET", "SSM_CONV"},
     "glm5-next": {"GATED_DELTA_NET", "SSM_CONV", "LIGHTNING_INDEXER", "TOP_K"},
 }

@@ -25,7 +25,8 @@ from moegguf.generate.request import Sampling
 from moegguf.quantities import GIB
 
 RECURRENT = [
-    "tiny-qwen35moe", "tiny-qwen4exp", "tiny-nemotron", "tiny-lfm2moe", "tiny-kimi-linear", "tiny-granitehybrid",
+    "tiny-qwen3next", "tiny-qwen35moe", "tiny-qwen4exp", "tiny-nemotron", "tiny-lfm2moe", "tiny-kimi-linear",
+    "tiny-bailingmoe3", "tiny-granitehybrid",
 ]  # fmt: skip
 WINDOWED = ["tiny-gpt-oss"]
 WHOLE = ["tiny-deepseek4"]

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from answering import DEMO
+from answering import DEMO, QUESTION, reply
 from running import Llama, Load, Reference, TinyModel, greedy_logits
 
 from moegguf import errors
-from moegguf.testing.library import arm_fault, limit_faults
+from moegguf.quantities import Link
+from moegguf.testing.library import arm_fault, limit_faults, slow_drive
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,27 @@ def test_a_mirrored_model_reads_both_copies_and_keeps_the_logits(
     assert min(own.bytes_read, other.bytes_read) > 0
     assert own.bytes_read + other.bytes_read == stats.bytes_read
     assert not (own.is_dropped or other.is_dropped)
+
+
+@pytest.fixture
+def two_slow_drives(mirror: Path) -> Iterator[Path]:
+    """Slows reads of the demo model and of its copy down to 50 MB/s each. Yields the
+    path of the copy."""
+    for path in (DEMO, mirror):
+        slow_drive(path, Link(50e6, 1e-3))
+    yield mirror
+    for path in (DEMO, mirror):
+        slow_drive(path, None)
+
+
+def test_two_slow_drives_are_both_read_and_keep_the_answer(
+    load: Load, two_slow_drives: Path
+) -> None:
+    text, one = reply(load_demo(load, None), QUESTION, return_context=True)
+    llm = load_demo(load, two_slow_drives)
+    mirrored_text, two = reply(llm, QUESTION, return_context=True)
+    assert mirrored_text == text and two.context == one.context != ()
+    assert all(drive.bytes_read > 0 for drive in llm.stats().drives)
 
 
 def test_stats_without_mirrors_have_no_drives(load: Load) -> None:

@@ -13,6 +13,7 @@ from gguf.constants import GGMLQuantizationType as QType
 from gguf.quants import dequantize
 
 from moegguf.gguf.experts import read_layout
+from moegguf.quantities import GIB
 from tools.models import (
     PRESETS,
     QUANTS,
@@ -94,6 +95,8 @@ def test_write_model_makes_no_two_equal_experts(tmp_path: Path, quant: str) -> N
         ("granite-4.0-h-small", "q4_k_m", 19.477),
         ("nemotron-3-nano-30b-a3b", "q4_k_m", 24.656),
         ("kimi-linear-48b-a3b", "q8_0", 52.248),
+        # localweights/Qwen3.6-35B-A3B-MTP-BF16-GGUF on Hugging Face
+        ("qwen3.6-35b-a3b", "bf16", 71.1),
     ],
 )
 def test_named_presets_have_the_size_of_published_files(
@@ -102,6 +105,12 @@ def test_named_presets_have_the_size_of_published_files(
     assert model_size_bytes(PRESETS[preset], quant) / 1e9 == pytest.approx(
         gigabytes, rel=0.01
     )
+
+
+def test_deepseek_v4_flash_without_heads_has_the_size_of_a_published_file() -> None:
+    # teamblobfish/DeepSeek-V4-Flash-GGUF on Hugging Face
+    shape = replace(PRESETS["deepseek-v4-flash"], n_layer_nextn=0)
+    assert model_size_bytes(shape, "q8_0") / GIB == pytest.approx(282, rel=0.01)
 
 
 def test_ngram_table_has_the_published_rows_and_bytes() -> None:

@@ -432,6 +432,15 @@ def test_plan_chooses_batch_and_slots_together(layout: ExpertLayout) -> None:
     assert plan(layout, "auto", Memory(64 * GIB, free, "x")).n_ubatch < 512
 
 
+def test_plan_counts_the_row_lists_of_each_slot(layout: ExpertLayout) -> None:
+    size, n_ubatch = slot_bytes(layout) + slot_work_bytes(layout, 4096), 4096
+    needs = Sizes(4096).needs(layout, n_ubatch)
+    for n_slots in (40, 90):
+        free = needs.total_bytes + MARGIN_BYTES + n_slots * size
+        p = plan(layout, "auto", Memory(64 * GIB, free, "x"), n_ubatch=n_ubatch)
+        assert p.n_slots == n_slots
+
+
 def test_plan_keeps_a_given_n_ubatch_and_fits_the_pass_to_a_given_budget(
     layout: ExpertLayout,
 ) -> None:
@@ -575,8 +584,14 @@ def test_expect_returns_missed_bytes_and_a_range_of_speeds(
     assert 0 < e.tokens_per_s_low < e.tokens_per_s_high
     faster = HitRates(layout).expect(48, Speeds.of_cpu(10e9, 2e9)).tokens_per_s_high
     assert faster is not None and faster > e.tokens_per_s_high
+    assert e.reads_tokens_per_s == 1e9 / e.missed_bytes_low
+    assert e.computing_tokens_per_s is not None
+    bound = min(e.reads_tokens_per_s, e.computing_tokens_per_s)
+    assert e.tokens_per_s_high < bound
     assert HitRates(layout).expect(48).tokens_per_s_low is None
     whole = HitRates(layout).expect(96, Speeds.of_cpu(10e9, 1e9))
+    assert whole.reads_tokens_per_s is None
+    assert whole.computing_tokens_per_s == whole.tokens_per_s_high
     assert (whole.hit_low, whole.missed_bytes_high) == (
         1.0,
         0,

@@ -210,6 +210,8 @@ def test_library_contains_the_hybrids_of_2026() -> None:
     )
     others = (
         "nemotron-3-nano",
+        "nemotron-3-super",
+        "glm-5.3-flash",
         "lfm2.5",
         "granite4",
         "deepseek-v4-flash",

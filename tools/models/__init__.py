@@ -1,8 +1,8 @@
 """Writes random Mixture-of-Experts models as GGUF files, for tests and benchmarks.
 Their tokenizer can encode any text.
 
-Imports only an error class and the locality's metadata key from moegguf. Never holds a
-whole model in memory.
+Imports only an error class, the locality's metadata key and the list of architectures
+with prediction heads from moegguf. Never holds a whole model in memory.
 """
 
 from tools.models.projector import PROJECTORS, write_projector

@@ -23,7 +23,7 @@ ROW_MULTIPLE = 128  # the number of rows of the n-gram table is a multiple of th
 
 
 def delta_net(shape: Shape) -> Named:
-    """Yields the tensors of a gated delta net, the recurrent layer of Qwen3.5 and
+    """Yields the tensors of a gated delta net, the recurrent layer of Qwen3-Next and
     later."""
     key_width = shape.ssm_n_group * shape.ssm_d_state
     conv_width = 2 * key_width + shape.ssm_d_inner
@@ -32,14 +32,17 @@ def delta_net(shape: Shape) -> Named:
     yield "ssm_conv1d.weight", (conv_width, shape.ssm_d_conv)
     yield "ssm_dt.bias", (shape.ssm_dt_rank,)
     yield "ssm_a", (shape.ssm_dt_rank,)
-    yield "ssm_beta.weight", (shape.ssm_dt_rank, shape.n_embd)
-    yield "ssm_alpha.weight", (shape.ssm_dt_rank, shape.n_embd)
+    if shape.arch == "qwen3next":
+        yield "ssm_ba.weight", (2 * shape.ssm_dt_rank, shape.n_embd)
+    else:
+        yield "ssm_beta.weight", (shape.ssm_dt_rank, shape.n_embd)
+        yield "ssm_alpha.weight", (shape.ssm_dt_rank, shape.n_embd)
     yield "ssm_norm.weight", (shape.ssm_d_inner // shape.ssm_dt_rank,)
     yield "ssm_out.weight", (shape.n_embd, shape.ssm_d_inner)
 
 
 def gated_attention(shape: Shape) -> Named:
-    """Yields the attention tensors of Qwen3.5 and later. Their query matrix also
+    """Yields the attention tensors of Qwen3-Next and later. Their query matrix also
     computes a gate."""
     n_q = shape.n_head * shape.n_embd_head
     n_kv = shape.n_head_kv * shape.n_embd_head
@@ -81,15 +84,17 @@ def mamba2(shape: Shape) -> Named:
 
 def delta_attention(shape: Shape) -> Named:
     """Yields the tensors of Kimi's delta attention, which has a gate for each channel
-    of the recurrent state."""
+    of the recurrent state. In Kimi Linear, two small matrices compute the gates."""
     head = shape.n_embd_head_kda
     width = head * shape.n_head
     for letter in "qkv":
         yield f"attn_{letter}.weight", (width, shape.n_embd)
         yield f"ssm_conv1d_{letter}.weight", (width, 1, shape.ssm_d_conv)
+    rank = head if shape.arch == "kimi-linear" else width
     for letter in "fg":
-        yield f"ssm_{letter}_a.weight", (head, shape.n_embd)
-        yield f"ssm_{letter}_b.weight", (width, head)
+        yield f"ssm_{letter}_a.weight", (rank, shape.n_embd)
+        if rank < width:
+            yield f"ssm_{letter}_b.weight", (width, rank)
     yield "ssm_beta.weight", (shape.n_head, shape.n_embd)
     yield "ssm_a", (shape.n_head, 1)
     yield "ssm_dt.bias", (width,)

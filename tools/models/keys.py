@@ -95,10 +95,10 @@ def _mla(shape: Shape) -> Keys:
         "attention.kv_lora_rank": shape.kv_lora_rank,
         "expert_weights_scale": 1.0,
     }
-    if shape.arch == "kimi-linear":
+    if shape.arch != "deepseek2":
         keys["attention.head_count_kv"] = _heads_of_attention(shape, 1)
-    else:
-        keys["attention.q_lora_rank"] = 0
+    if shape.arch != "kimi-linear":
+        keys["attention.q_lora_rank"] = shape.n_lora_q
     return keys
 
 
@@ -135,8 +135,12 @@ def _qwen3vlmoe(shape: Shape) -> Keys:
     }
 
 
+def _qwen3next(shape: Shape) -> Keys:
+    return {"full_attention_interval": shape.mixers.index("a") + 1}
+
+
 def _qwen35moe(shape: Shape) -> Keys:
-    return _sections(shape) | {"full_attention_interval": shape.mixers.index("a") + 1}
+    return _sections(shape) | _qwen3next(shape)
 
 
 def _qwen4exp(shape: Shape) -> Keys:
@@ -192,6 +196,14 @@ def _kimi_linear(shape: Shape) -> Keys:
     }
 
 
+def _bailingmoe3(shape: Shape) -> Keys:
+    return _kimi_linear(shape) | {
+        "kda.gate_lower_bound": -5.0,
+        "expert_weights_scale": 2.5,
+        "expert_weights_norm": True,
+    }
+
+
 def _lfm2moe(shape: Shape) -> Keys:
     return {
         "shortconv.l_cache": shape.ssm_d_conv,
@@ -231,11 +243,13 @@ _OWN = {
     "qwen3vlmoe": _qwen3vlmoe,
     "gpt-oss": lambda shape: {"attention.sliding_window": shape.n_swa},
     "glm4moe": _glm4moe,
+    "qwen3next": _qwen3next,
     "qwen35moe": _qwen35moe,
     "qwen4exp": _qwen4exp,
     "nemotron_h_moe": _nemotron_h_moe,
     "granitehybrid": _granitehybrid,
     "kimi-linear": _kimi_linear,
+    "bailingmoe3": _bailingmoe3,
     "lfm2moe": _lfm2moe,
     "deepseek4": _deepseek4,
 }

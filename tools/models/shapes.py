@@ -3,11 +3,21 @@ the shapes of real models."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from moegguf.gguf.experts import HEADS_ARCHS
 
 # ARCHS lists, for each architecture, the optional fields of Shape that must be
 # positive.
 DELTA_NET = ("ssm_d_conv", "ssm_d_inner", "ssm_d_state", "ssm_dt_rank", "ssm_n_group")
+QWEN_DELTA_NET = (*DELTA_NET, "n_ff_shexp", "n_rot")
+DELTA_ATTENTION = (
+    "ssm_d_conv",
+    "n_embd_head_kda",
+    "kv_lora_rank",
+    "n_rot",
+    "n_expert_shared",
+)
 ARCHS: dict[str, tuple[str, ...]] = {
     "qwen2moe": ("n_ff_shexp",),
     "qwen3moe": (),
@@ -16,11 +26,10 @@ ARCHS: dict[str, tuple[str, ...]] = {
     "deepseek2": ("kv_lora_rank", "n_rot"),
     "gpt-oss": ("n_swa",),
     "glm4moe": (),
-    "qwen35moe": (*DELTA_NET, "n_ff_shexp", "n_rot"),
+    "qwen3next": QWEN_DELTA_NET,
+    "qwen35moe": QWEN_DELTA_NET,
     "qwen4exp": (
-        *DELTA_NET,
-        "n_ff_shexp",
-        "n_rot",
+        *QWEN_DELTA_NET,
         "hc_mult",
         "hc_low_rank",
         "indexer_n_head",
@@ -28,13 +37,8 @@ ARCHS: dict[str, tuple[str, ...]] = {
     ),
     "nemotron_h_moe": (*DELTA_NET, "n_ff_shexp"),
     "lfm2moe": ("ssm_d_conv", "n_ff"),
-    "kimi-linear": (
-        "ssm_d_conv",
-        "n_embd_head_kda",
-        "kv_lora_rank",
-        "n_rot",
-        "n_expert_shared",
-    ),
+    "kimi-linear": DELTA_ATTENTION,
+    "bailingmoe3": (*DELTA_ATTENTION, "n_layer_dense_lead"),
     "granitehybrid": (*DELTA_NET, "n_ff_shexp"),
     "deepseek4": (
         "n_lora_q",
@@ -46,8 +50,6 @@ ARCHS: dict[str, tuple[str, ...]] = {
         "n_expert_shared",
     ),
 }
-# Architectures that may have layers for multi-token prediction.
-HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
 ROPE_FREQ_BASE = 1_000_000.0
 
 
@@ -666,6 +668,13 @@ PRESETS: dict[str, Shape] = {
         n_ff=256,
         n_vocab=1024,
         n_ctx_train=2048,
+    ),
+}
+PRESETS |= {
+    "tiny-glm-flash": replace(PRESETS["tiny-deepseek2"], n_layer_nextn=1, n_lora_q=64),
+    "tiny-qwen3next": replace(PRESETS["tiny-qwen35moe"], arch="qwen3next"),
+    "tiny-bailingmoe3": replace(
+        PRESETS["tiny-kimi-linear"], arch="bailingmoe3", n_layer_nextn=1, n_lora_q=64
     ),
 }
 

@@ -216,18 +216,20 @@ def _layer(shape: Shape, il: int) -> Named:
 
 def _mixer(shape: Shape, il: int) -> Named:
     recurrent = {
+        "qwen3next": hybrids.delta_net,
         "qwen35moe": hybrids.delta_net,
         "qwen4exp": hybrids.delta_net,
         "nemotron_h_moe": hybrids.mamba2,
         "granitehybrid": hybrids.mamba2,
         "kimi-linear": hybrids.delta_attention,
+        "bailingmoe3": hybrids.delta_attention,
         "lfm2moe": hybrids.short_convolution,
     }
     if shape.mixer(il) == "r":
         yield from recurrent[shape.arch](shape)
-    elif shape.arch in ("qwen35moe", "qwen4exp"):
+    elif shape.arch in ("qwen3next", "qwen35moe", "qwen4exp"):
         yield from hybrids.gated_attention(shape)
-    elif shape.arch in ("deepseek2", "kimi-linear"):
+    elif shape.kv_lora_rank:
         yield from _mla(shape)
     elif shape.arch == "deepseek4":
         yield from hybrids.compressed_attention(shape, il)
@@ -256,13 +258,21 @@ def _attention(shape: Shape) -> Named:
 def _heads(shape: Shape) -> Named:
     """Yields the `nextn` tensors, which only layers for multi-token prediction have."""
     yield HEADS_INPUT, (shape.n_embd, 2 * shape.n_embd)
-    for name in ("enorm", "hnorm", "shared_head_norm"):
-        yield f"nextn.{name}.weight", (shape.n_embd,)
+    is_bailing = shape.arch == "bailingmoe3"
+    last = "layer_output_norm" if is_bailing else "nextn.shared_head_norm"
+    for name in ("nextn.enorm", "nextn.hnorm", last):
+        yield f"{name}.weight", (shape.n_embd,)
 
 
 def _mla(shape: Shape) -> Named:
     n_nope = shape.n_embd_head - shape.n_rot
-    yield "attn_q.weight", (shape.n_head * shape.n_embd_head, shape.n_embd)
+    n_q = shape.n_head * shape.n_embd_head
+    if shape.n_lora_q:
+        yield "attn_q_a.weight", (shape.n_lora_q, shape.n_embd)
+        yield "attn_q_a_norm.weight", (shape.n_lora_q,)
+        yield "attn_q_b.weight", (n_q, shape.n_lora_q)
+    else:
+        yield "attn_q.weight", (n_q, shape.n_embd)
     yield "attn_kv_a_mqa.weight", (shape.kv_lora_rank + shape.n_rot, shape.n_embd)
     yield "attn_kv_a_norm.weight", (shape.kv_lora_rank,)
     yield "attn_k_b.weight", (shape.n_head, shape.kv_lora_rank, n_nope)
@@ -271,13 +281,15 @@ def _mla(shape: Shape) -> Named:
         (shape.n_head, shape.n_embd_out // shape.n_head, shape.kv_lora_rank),
     )
     yield "attn_output.weight", (shape.n_embd, shape.n_embd_out)
+    if shape.arch == "bailingmoe3":
+        yield "attn_gate.weight", (shape.n_head, shape.n_embd)
 
 
 def _ffn(shape: Shape, il: int) -> Named:
     if shape.arch != "qwen4exp":
         norm = (
             "post_attention_norm"
-            if shape.arch in ("gpt-oss", "glm4moe", "qwen35moe")
+            if shape.arch in ("gpt-oss", "glm4moe", "qwen3next", "qwen35moe")
             else "ffn_norm"
         )
         yield f"{norm}.weight", (shape.n_embd,)
@@ -290,9 +302,15 @@ def _ffn(shape: Shape, il: int) -> Named:
         yield from _gate_up_down("_shexp", (), shape.n_ff_shared, shape.n_embd)
     if il < shape.n_layer_hash:
         yield "ffn_gate_tid2eid.weight", (shape.n_vocab, shape.n_expert_used)
-    elif shape.arch in ("glm4moe", "lfm2moe", "kimi-linear", "deepseek4"):
+    elif shape.arch in (
+        "glm4moe",
+        "lfm2moe",
+        "kimi-linear",
+        "bailingmoe3",
+        "deepseek4",
+    ):
         yield "exp_probs_b.bias", (shape.n_expert,)
-    if shape.arch in ("qwen2moe", "qwen35moe", "qwen4exp"):
+    if shape.arch in ("qwen2moe", "qwen3next", "qwen35moe", "qwen4exp"):
         yield "ffn_gate_inp_shexp.weight", (shape.n_embd,)
     if shape.arch == "gpt-oss":
         yield "ffn_gate_inp.bias", (shape.n_expert,)
