@@ -275,13 +275,11 @@ def test_release_workflow_publishes_only_after_all_builds_and_tests() -> None:
 
 def test_release_workflow_tries_old_systems_and_an_image_before_publishing() -> None:
     jobs = WORKFLOW["jobs"]
-    images = {
-        row["image"] for row in jobs["old-systems"]["strategy"]["matrix"]["include"]
-    }
-    assert images == {"python:3.11-bullseye", "almalinux:8"}
-    assert "docker build " in str(jobs["image-build"]["steps"])
-    for name in ("old-systems", "image-build"):
-        assert "if" not in jobs[name], "also runs started by hand do this"
+    for image in ("python:3.11-bullseye", "almalinux:8"):
+        assert image in str(jobs["old-systems"])
+    assert "docker build " in str(jobs["image-build"])
+    # The other jobs also run if the workflow is started by hand.
+    assert {name for name in jobs if "if" in jobs[name]} == {"publish", "image"}
 
 
 def test_release_workflow_publishes_notes_of_one_version_after_pypi() -> None:
@@ -289,7 +287,7 @@ def test_release_workflow_publishes_notes_of_one_version_after_pypi() -> None:
     assert pypi["uses"].startswith("pypa/gh-action-pypi-publish@")
     assert pypi["with"]["skip-existing"] is True
     assert "tools.version --notes" in page["run"]
-    assert "CHANGELOG" not in page["run"]
+    assert '--prerelease="$PRERELEASE"' in page["run"]
 
 
 def test_release_workflow_marks_prereleases_and_keeps_the_latest_image() -> None:
@@ -298,15 +296,10 @@ def test_release_workflow_marks_prereleases_and_keeps_the_latest_image() -> None
     for tag in ("v1.2.3", "v1.2.3a1", "v1.2.3b1", "v1.2.3rc1"):
         assert version.version_of(tag)
         assert any(part in tag for part in parts) == (tag != "v1.2.3")
-    *_, page = WORKFLOW["jobs"]["publish"]["steps"]
-    assert '--prerelease="$PRERELEASE"' in page["run"]
-    (tags,) = (
-        step["with"]["tags"]
-        for step in WORKFLOW["jobs"]["image"]["steps"]
-        if "tags" in step.get("with", {})
-    )
-    (latest,) = (line for line in tags.splitlines() if ":latest" in line)
-    assert latest.startswith("${{ env.PRERELEASE == 'false' &&")
+    text = str(WORKFLOW["jobs"]["image"])
+    assert re.findall(r"\S+ \S+ \S+ && \S*:latest", text) == [
+        "env.PRERELEASE == 'false' && format('{0}:latest"
+    ]
 
 
 def test_release_workflow_calls_only_files_and_targets_that_exist() -> None:
