@@ -33,7 +33,7 @@ NOBODY = "127.0.0.1:1"  # an address at which no server is listening
 SHELL = "$ "
 CHAT = ">>> "
 STEPS = (
-    (SHELL, "moegguf run demo --expert-cache 90%"),
+    (SHELL, "moegguf run demo --expert-cache 97%"),
     (CHAT, "What does moegguf do?"),
     (CHAT, "Who are you?"),
     # Generates the last answer again; its experts are still in memory.

@@ -4,6 +4,7 @@ project's addresses.
 python -m tools.version               # prints the version; fails if two files differ
 python -m tools.version --is v0.2.0   # fails unless the files have the tag's version and CHANGELOG.md describes it
 python -m tools.version --set v0.2.0  # writes the tag's version into the files: the first step of a release
+python -m tools.version --notes v0.2.0   # prints the text about the tag's version in CHANGELOG.md
 python -m tools.version --urls https://host/owner/name   # writes the repository's address into pyproject.toml
 """
 
@@ -109,6 +110,14 @@ def check_tag(tag: str, root: Path = ROOT) -> str:
     return version
 
 
+def notes_of(tag: str, root: Path = ROOT) -> str:
+    """Returns the text below the heading of the tag's version in CHANGELOG.md. Raises
+    ValueError like check_tag()."""
+    heading = f"## {check_tag(tag, root)} ("
+    _, _, after = (root / "CHANGELOG.md").read_text().partition(heading)
+    return after.partition("\n")[2].partition("\n## ")[0].strip()
+
+
 def is_released(version: str, root: Path = ROOT) -> bool:
     """Returns True if CHANGELOG.md has a section with the version and a date."""
     heading = rf"^## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)$"
@@ -126,6 +135,7 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--is", dest="tag", metavar="TAG")
     what.add_argument("--set", dest="new_tag", metavar="TAG")
+    what.add_argument("--notes", metavar="TAG")
     what.add_argument("--urls", dest="address", metavar="ADDRESS")
     args = parser.parse_args()
     try:
@@ -133,7 +143,10 @@ def main() -> int:
             write_urls(args.address)
         if args.new_tag:
             write_version(version_of(args.new_tag))
-        print(check_tag(args.tag) if args.tag else read_version())
+        if args.notes:
+            print(notes_of(args.notes))
+        else:
+            print(check_tag(args.tag) if args.tag else read_version())
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

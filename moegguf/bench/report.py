@@ -99,11 +99,9 @@ def _input(feed: str) -> str:
     """Returns a row's `feed` without the folder of its text file, which may contain the
     user's name."""
     kind, _, path = feed.partition(" ")
-    return " ".join(
-        filter(
-            None, (kind, "the demo's README" if path == str(TEXT) else Path(path).name)
-        )
-    )
+    if path == str(TEXT):
+        return f"{kind} of the demo's README"
+    return f"{kind} {Path(path).name}".rstrip()
 
 
 def _title(row: Row) -> str:

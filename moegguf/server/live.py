@@ -39,7 +39,7 @@ from moegguf.quantities import parse_expert_cache
 from moegguf.server.common.body import Body, Whole, read_body, without_nulls
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import Name, loaded_of
-from moegguf.server.common.replies import LineResponse, json_line
+from moegguf.server.common.replies import LineResponse, json_line, moe_object
 from moegguf.serving.events import LoadedModel, Snapshot
 from moegguf.serving.memory_budget import planned_budgets
 from moegguf.serving.model_manager import ModelManager
@@ -117,6 +117,11 @@ async def snapshot_lines(
     while not ending.is_set():
         models = manager.loaded()
         loaded = {each.name: model for model in models for each in model.names}
+        # A name that no request has used yet shows the model that its requests will use.
+        if entry is not None and entry.name not in loaded:
+            loaded.update(
+                (entry.name, each) for each in models if each.digest == entry.digest
+            )
         names = [model.name for model in models] if entry is None else list(loaded)
         line: dict[str, Any] = {"loaded_models": names}
         if loading := manager.loading():
@@ -177,6 +182,7 @@ def _loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any
         **_budget_object(loaded),
         "expires": loaded.expires and loaded.expires.isoformat(),
         "names": [each.name for each in loaded.names],
+        "last_answer_stats": moe_object(loaded.last_answer_stats),
         "stats": loaded.stats.as_dict(),
     }
     hidden = {"cache_bytes"} if whole else {"cache_bytes", "stats", "plan"}

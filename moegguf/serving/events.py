@@ -91,6 +91,8 @@ class LoadedModel:
     last_answer_tokens: int = 0
     # Seconds from the end of that answer's prompt to the end of the answer.
     last_answer_s: float = 0.0
+    # Counters of all computation during that answer.
+    last_answer_stats: Stats = field(default_factory=Stats)
 
 
 @dataclass(frozen=True)

@@ -369,6 +369,7 @@ class ManagedModel:
             n_answering=len(self.answering),
             last_answer_tokens=last.answer_tokens,
             last_answer_s=last.answer_s,
+            last_answer_stats=last.stats,
         )
 
 

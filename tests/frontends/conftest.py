@@ -193,15 +193,16 @@ def without_inputs(moegguf: Command, prompts: Path) -> Path:
 # The first is the fastest.
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
+NO_BROWSER = "no browser: "  # the beginning of the reasons of skipped tests
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed"
+        "playwright.sync_api", reason=f"{NO_BROWSER}playwright is not installed"
     )
     if CHROMIUM is None:
-        pytest.skip("there is no chromium on the PATH")
+        pytest.skip(f"{NO_BROWSER}there is no chromium on the PATH")
     with playwright.sync_playwright() as tool:
         browser = tool.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
@@ -213,3 +214,12 @@ def look(chromium: Any) -> Iterator[Look]:
     """Yields the function of `looking`, which opens a page in the browser."""
     with looking(chromium) as look:
         yield look
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the number of tests of the page that were skipped without a browser."""
+    reports = terminalreporter.getreports("skipped")
+    if n_skipped := sum(NO_BROWSER in str(report.longrepr) for report in reports):
+        terminalreporter.write_line(
+            f"warning: {n_skipped} tests of the page were skipped; `make browser` installs the browser"
+        )

@@ -384,7 +384,7 @@ def test_bench_report_describes_machine_model_and_both_systems(here: Command) ->
         re.search(r"file [0-9a-f]{12}, routers [0-9a-f]{12}", facts["model"])
         and "96 of 192" in facts["memory for experts"]
     )
-    assert facts["input"] == "text the demo's README"
+    assert facts["input"] == "text of the demo's README"
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in done.stdout.splitlines()

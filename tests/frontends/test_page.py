@@ -235,6 +235,15 @@ async def test_a_snapshot_line_has_its_model_and_base64_bytes() -> None:
     assert line["loaded"]["queue"] == 0 and "plan" not in line["loaded"]
 
 
+async def test_an_unused_name_shows_the_loaded_model_of_its_digest() -> None:
+    manager = FedManager("demo:latest", "copied:latest")
+    manager.put_in_memory("demo:latest")
+    manager.send(replace(SNAPSHOT, model="copied:latest"))
+    async with aclosing(lines_of(manager, "copied:latest")) as lines:
+        assert (await next_line(lines))["loaded_models"][1:] == ["copied:latest"]
+        assert "lookups" in (await next_snapshot(lines))["loaded"]["last_answer_stats"]
+
+
 async def test_watching_loads_no_model_and_ends_with_the_client() -> None:
     manager = FedManager()
     async with aclosing(lines_of(manager, "demo:latest")) as lines:

@@ -122,11 +122,13 @@ def test_the_panel_shows_the_figures_of_the_last_answer(
         until(
             page, f"document.getElementById('speed-value').textContent === '{speed}t/s'"
         )
+        before = [page.inner_text(f"#{name}-value") for name in ("hit", "bytes")]
     # The heading is visible only once, in the panel. The table of tiers, which is
     # hidden, has the same heading.
     assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1
     page.reload()
     until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
+    assert [page.inner_text(f"#{name}-value") for name in ("hit", "bytes")] == before
 
 
 def test_the_budget_slider_changes_expert_memory_and_the_map(
@@ -160,9 +162,6 @@ def test_a_copied_name_of_a_loaded_model_shows_its_figures(
     server: Server, look: Look
 ) -> None:
     server.call("/api/copy", {"source": "demo", "destination": "mine"})
-    server.call(
-        "/api/chat", {"model": "mine", "messages": [], "options": {"num_thread": 1}}
-    )
     page = look(server.url)
     ready(page)
     for name in ("demo:latest", "mine:latest"):
@@ -212,6 +211,22 @@ def test_the_panel_shows_tiers_and_staging_only_with_vram_layers(
     )
 
 
+def test_a_chart_of_zeros_has_no_label_at_the_top(server: Server, look: Look) -> None:
+    snapshot = server.call("/live?once=1").json["models"][0]["snapshot"]
+    lines = [
+        json.dumps({**snapshot, "stats": {**snapshot["stats"], "tokens": n}}) + "\n"
+        for n in (7, 8)
+    ]
+    page = look(server.url)
+    page.route("**/live?*", lambda route: route.fulfill(body="".join(lines)))
+    page.reload()
+    until(
+        page,
+        "document.querySelector('#bytes-chart small:last-child').textContent === '0'",
+    )
+    assert page.inner_text("#bytes-chart small >> nth=0") == ""
+
+
 def test_pointing_at_a_cell_shows_its_layer_expert_and_uses(
     server: Server, look: Look
 ) -> None:
@@ -256,6 +271,12 @@ def test_no_element_overflows_on_a_phone(
     )
     assert map_box["y"] + map_box["height"] < message_box["y"]
     assert message_box["y"] + message_box["height"] <= viewport["height"]
+    page.tap("#open-settings")
+    dialog, done = (
+        page.locator(name).bounding_box()
+        for name in ("#settings", "#settings .primary")
+    )
+    assert done["y"] + done["height"] < dialog["y"] + dialog["height"]
     page.reload()
     page.wait_for_selector("#map")  # the map is open again after a reload
     page.tap("#fold")

@@ -470,7 +470,7 @@ def test_drop_page_cache_returns_the_bytes_that_stay_cached(tmp_path: Path) -> N
         ("random", "random"),
         ("greedy", "greedy"),
         ("text /home/ada/letters.txt", "text letters.txt"),
-        (f"text {report.TEXT}", "text the demo's README"),
+        (f"text {report.TEXT}", "text of the demo's README"),
     ],
 )
 def test_report_shows_only_the_name_of_the_text_file(feed: str, shown: str) -> None:

@@ -100,10 +100,26 @@ def test_check_tag_requires_the_version_of_the_files_and_a_dated_section(
     with pytest.raises(ValueError, match=r"section '## 0\.9\.0 "):
         version.check_tag("v0.9.0", places)
     changelog = places / "CHANGELOG.md"
-    changelog.write_text(
-        changelog.read_text().replace("## Unreleased", "## 0.9.0 (2027-01-31)", 1)
-    )
+    changelog.write_text("# Changelog\n\n## 0.9.0 (not published yet)\n")
+    with pytest.raises(ValueError, match=r"section '## 0\.9\.0 "):
+        version.check_tag("v0.9.0", places)
+    changelog.write_text("# Changelog\n\n## 0.9.0 (2027-01-31)\n")
     assert version.check_tag("refs/tags/v0.9.0", places) == "0.9.0"
+
+
+def test_notes_of_returns_only_the_section_of_the_version(places: Path) -> None:
+    version.write_version("0.9.0", places)
+    (places / "CHANGELOG.md").write_text(
+        "# Changelog\n\n## 0.9.1 (not published yet)\n\n- new\n\n"
+        "## 0.9.0 (2027-01-31)\n\n### Added\n- this\n\n## 0.8.0 (2026-01-31)\n\n- old\n"
+    )
+    assert version.notes_of("v0.9.0", places) == "### Added\n- this"
+    with pytest.raises(ValueError, match=r"files have version 0\.9\.0"):
+        version.notes_of("v0.8.0", places)
+
+
+def test_changelog_describes_the_version_of_the_files() -> None:
+    assert f"\n## {__version__} (" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_write_urls_writes_the_section_once_and_rejects_other_addresses(
@@ -243,7 +259,7 @@ def test_release_workflow_publishes_only_after_all_builds_and_tests() -> None:
         "cuda12",
         "vulkan",
     }
-    assert set(jobs["publish"]["needs"]) == {"wheel", "test", "sdist", "plugin"}
+    assert set(jobs["publish"]["needs"]) == set(jobs) - {"check", "publish", "image"}
     assert jobs["image"]["needs"] == "publish"
     for name in ("publish", "image"):
         assert jobs[name]["if"] == "github.ref_type == 'tag'"
@@ -255,6 +271,35 @@ def test_release_workflow_publishes_only_after_all_builds_and_tests() -> None:
     assert writers == {"publish", "image"} and WORKFLOW["permissions"] == {
         "contents": "read"
     }
+
+
+def test_release_workflow_tries_old_systems_and_an_image_before_publishing() -> None:
+    jobs = WORKFLOW["jobs"]
+    for image in ("python:3.11-bullseye", "almalinux:8"):
+        assert image in str(jobs["old-systems"])
+    assert "docker build " in str(jobs["image-build"])
+    # The other jobs also run if the workflow is started by hand.
+    assert {name for name in jobs if "if" in jobs[name]} == {"publish", "image"}
+
+
+def test_release_workflow_publishes_notes_of_one_version_after_pypi() -> None:
+    *_, pypi, page = WORKFLOW["jobs"]["publish"]["steps"]
+    assert pypi["uses"].startswith("pypa/gh-action-pypi-publish@")
+    assert pypi["with"]["skip-existing"] is True
+    assert "tools.version --notes" in page["run"]
+    assert '--prerelease="$PRERELEASE"' in page["run"]
+
+
+def test_release_workflow_marks_prereleases_and_keeps_the_latest_image() -> None:
+    mark = WORKFLOW["env"]["PRERELEASE"]
+    parts = re.findall(r"contains\(github\.ref_name, '(\w+)'\)", mark)
+    for tag in ("v1.2.3", "v1.2.3a1", "v1.2.3b1", "v1.2.3rc1"):
+        assert version.version_of(tag)
+        assert any(part in tag for part in parts) == (tag != "v1.2.3")
+    text = str(WORKFLOW["jobs"]["image"])
+    assert re.findall(r"\S+ \S+ \S+ && \S*:latest", text) == [
+        "env.PRERELEASE == 'false' && format('{0}:latest"
+    ]
 
 
 def test_release_workflow_calls_only_files_and_targets_that_exist() -> None:

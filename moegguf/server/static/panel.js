@@ -75,20 +75,17 @@ export class Panel {
     at("resident").textContent = where && `${where}, ${size(stats.pool_bytes)}`;
     at("map").setAttribute("aria-label", `Map of experts: ${all} experts in ${layers.length} layers, ${where}. Arrow keys move from cell to cell.`);
     showTiers(tiers, stats, this.map.count(IN_VRAM) > 0);
-    // The numbers beside the charts cover the current or the last answer. `begin` has the statistics from before this
-    // answer.
+    // While an answer is written, the numbers beside the charts cover the part that is written. `begin` has the
+    // statistics from before this answer.
     if (!this.begin) this.begin = stats; // the answer may have begun before the page showed the model
     else if (stats.tokens < this.begin.tokens) this.begin = NOTHING; // the model was loaded again
     else if (busy && this.last && !this.last.busy) this.begin = this.last.stats;
     this.plot(snapshot);
-    const { hitRate, bytesPerToken } = figures(this.begin, stats);
-    if (hitRate !== undefined) showValue("hit", percent(hitRate));
-    if (bytesPerToken !== undefined) showValue("bytes", size(bytesPerToken));
-    // Shows the current speed while an answer is written. Afterwards shows the speed of the whole answer, as in
-    // /api/ps.
-    const { last_answer_tokens: tokens, last_answer_s: seconds, queue = 0 } = loaded ?? {};
-    if (seconds && seconds !== this.last?.loaded?.last_answer_s) showValue("speed", `${digits(tokens / seconds)} t/s`);
-    else if (busy && speed > 0) showValue("speed", `${digits(speed)} t/s`);
+    const { last_answer_tokens: tokens, last_answer_s: seconds, last_answer_stats: ofAnswer, queue = 0 } = loaded ?? {};
+    if (seconds && seconds !== this.last?.loaded?.last_answer_s) {
+      // The answer has ended. These are the numbers below its text.
+      showFigures(ofAnswer.lookups ? { hitRate: ofAnswer.hit_rate, bytesPerToken: ofAnswer.bytes_per_token } : {}, tokens / seconds);
+    } else if (busy && stats.tokens !== this.last?.stats.tokens) showFigures(figures(this.begin, stats), speed);
     const totals = { tokens: count(stats.tokens), read: size(stats.bytes_read), stall: duration(stats.stall_s), queue: count(queue) };
     for (const [name, text] of Object.entries(totals)) at(`total-${name}`).textContent = text;
     this.budget.show(loaded);
@@ -142,9 +139,9 @@ class Chart {
   }
 
   draw() {
-    const { points } = this, max = this.max ?? roundUp(Math.max(...points)), begin = CHART_LENGTH - points.length;
-    const line = points.map((value, i) => [begin + i, 1 - value / max]), last = line.slice(-1);
-    this.top.textContent = points.length ? this.format(max).replace(/\.0+(?!\d)/, "") : "";
+    const { points } = this, max = this.max ?? roundUp(Math.max(0, ...points)), begin = CHART_LENGTH - points.length;
+    const line = points.map((value, i) => [begin + i, 1 - value / (max || 1)]), last = line.slice(-1);
+    this.top.textContent = points.length && max ? this.format(max).replace(/\.0+(?!\d)/, "") : "";
     this.zero.textContent = points.length ? "0" : "";
     [[[begin, 1], ...line, [CHART_LENGTH - 1, 1]], line, [...last, ...last]].forEach((places, i) => {
       this.shapes[i].setAttribute("points", places.join(" "));
@@ -152,10 +149,10 @@ class Chart {
   }
 }
 
-/** Returns the smallest of 1, 2, 5, 10, 20, 50, ... (or 0.5, 0.2, 0.1, ...) that is not below `value`. Returns 1 if
- *  `value` is not above 0. */
+/** Returns the smallest of 1, 2, 5, 10, 20, 50, ... (or 0.5, 0.2, 0.1, ...) that is not below `value`. Returns 0 if
+ *  `value` is 0. */
 function roundUp(value) {
-  if (!(value > 0)) return 1;
+  if (!value) return 0;
   const power = 10 ** Math.floor(Math.log10(value));
   return power * ([1, 2, 5].find((n) => n * power >= value) ?? 10);
 }
@@ -172,6 +169,13 @@ function figures(before, stats) {
     hitRate: lookups > 0 ? (hits(stats) - hits(before)) / lookups : undefined,
     bytesPerToken: tokens > 0 ? (stats.bytes_read - before.bytes_read) / tokens : undefined,
   };
+}
+
+/** Shows the numbers beside the charts. A number that is undefined, and a speed of 0, change nothing. */
+function showFigures({ hitRate, bytesPerToken }, speed) {
+  if (hitRate !== undefined) showValue("hit", percent(hitRate));
+  if (bytesPerToken !== undefined) showValue("bytes", size(bytesPerToken));
+  if (speed > 0) showValue("speed", `${digits(speed)} t/s`);
 }
 
 /** Shows a number with its unit beside a chart, such as "61.3 t/s". */
