@@ -30,8 +30,9 @@ class Out {
 
     void put(__m128i bytes) { _mm_stream_si128(next_++, bytes); }
 
-    // Writes n bytes of each row, of which `from` is the first row: the first 8 bytes of all rows, then the second 8
-    // bytes, and so on. n is a multiple of 16. flipped: bits that are inverted.
+    // Writes n bytes of each row, in groups of 8 bytes. The first groups of all rows come first, then the second
+    // groups, and so on. `from` points to these bytes of the first row. n is a multiple of 16. flipped: bits that are
+    // inverted.
     void put_groups(const uint8_t * from, int64_t row_bytes, int n, __m128i flipped = _mm_setzero_si128()) {
         for (const uint8_t * end = from + n; from < end; from += sizeof(__m128i)) {
             __m128i rows[n_rows];
@@ -57,7 +58,7 @@ struct Columns {
     Columns(const uint8_t * from, int64_t row_bytes) {
         __m128i rows[n_rows];
         for (int i = 0; i < n_rows; i++) { rows[i] = load(from + i * row_bytes); }
-        __m128i fours[4]; // of the rows i and i + 4
+        __m128i fours[4]; // bytes from the rows i and i + 4, which alternate
         for (int high = 0; high < 2; high++) {
             for (int i = 0; i < 4; i++) {
                 fours[i] = high ? _mm_unpackhi_epi8(rows[i], rows[i + 4]) : _mm_unpacklo_epi8(rows[i], rows[i + 4]);

@@ -56,9 +56,9 @@ bool work_size(int n_threads, const ggml_tensor * op, int64_t n_cols, int64_t in
 // compute it.
 bool multiply(ggml_compute_params * params, ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes);
 
-// Writes the memory of a tensor in an interleaving buffer. `rows` has all its rows in a file's layout. Returns false,
-// and writes nothing, if upstream's code has to convert the rows: if it is not known to interleave rows of this type in
-// groups of 8, or if the tensor's address is not a multiple of 16.
+// Converts the rows of a tensor from the file's layout, and writes them into the tensor's interleaving buffer. Returns
+// false, and writes nothing, if upstream's code has to convert the rows. This is so for other types than Q4_0, Q4_K,
+// Q5_K and Q6_K, and if the tensor's address is not a multiple of 16.
 bool interleave(const ggml_tensor * tensor, const void * rows);
 
 } // namespace moegguf::kernels
