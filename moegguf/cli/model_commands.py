@@ -130,11 +130,12 @@ def remove(
 ) -> None:
     """Remove models: their names, and the files that no other name uses."""
     from moegguf.chat.client import Client
-    from moegguf.models.catalog import Catalog
+    from moegguf.models.catalog import Catalog, check_removable
 
     catalog = Catalog()
     for name in models:
-        body = {"model": catalog.find(name, even_missing=True).name, "keep_alive": 0}
+        check_removable(entry := catalog.find(name, even_missing=True))
+        body = {"model": entry.name, "keep_alive": 0}
         # The request fails if no server is running, or if the server does not have the
         # model.
         with suppress(MoeggufError):

@@ -242,12 +242,13 @@ class Catalog:
         deleted.
         """
         entry = self.find(name, even_missing=True)
+        check_removable(entry)
         key = entry.name.lower()
         if entry.source == "own":
             with self.index.changed() as found:
                 found.entries.pop(key, None)
             self._clean()
-        elif entry.source == "hub":
+        else:
             with self.index.changed() as found:
                 found.hidden.add(key)
             try:
@@ -255,10 +256,6 @@ class Catalog:
             except PullError:
                 self.unhide(key)
                 raise
-        else:
-            raise OptionError(
-                f"{entry.name!r} cannot be removed: {_REMOVAL_HINTS[entry.source]}"
-            )
         return entry
 
     def unhide(self, *names: str) -> None:
@@ -392,6 +389,12 @@ _REMOVAL_HINTS = {
     "path": "it is a path; delete the file.",
     "ollama": "it is in Ollama's store; remove it with `ollama rm`.",
 }
+
+
+def check_removable(entry: ModelEntry) -> None:
+    """Raises OptionError if the model is from a source that moegguf never changes."""
+    if hint := _REMOVAL_HINTS.get(entry.source):
+        raise OptionError(f"{entry.name!r} cannot be removed: {hint}")
 
 
 def _as_now(entry: ModelEntry) -> ModelEntry:

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from moegguf.errors import ModelFormatError
 from moegguf.gguf.reader import read_gguf
-from moegguf.models.catalog import Catalog
+from moegguf.models.catalog import Catalog, check_removable
 from moegguf.models.details import details, parameters_of
 from moegguf.models.entry import Details, ModelEntry, PullStatus
 from moegguf.models.pull import pull as fetch
@@ -271,6 +271,7 @@ async def _delete(request: HttpRequest) -> Response:
     body = await read_body(request, ModelBody)
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model, even_missing=True)
+    check_removable(entry)
     await state.manager.unload(entry.name)
     await asyncio.to_thread(state.catalog.remove, entry.name)
     return Response()
