@@ -152,5 +152,10 @@ class ChatModel:
         print_map(found)
         if url := self.connection.url:
             print_message(
-                f"It is in the server at {url}; `moegguf top` shows its experts live."
+                f"It is in the server at {url}. The map shows where experts are; `moegguf top` also shows which experts"
+                " answers use."
+            )
+        elif not any(found.uses):
+            print_message(
+                "No use of an expert is counted yet. Uses are counted from now on: ask again after the next answer."
             )
