@@ -477,9 +477,18 @@ def test_estimate_prints_speeds_on_a_device_as_predictions(
             >= 2
         )
     assert re.search(
-        r"about [\d.]+ tokens/s of a prompt and [\d.]+ of an answer|every expert fits",
+        r"about [\d.,]+ tokens/s of a prompt and [\d.,]+ of an answer|every expert fits",
         shown.stdout,
     )
+
+
+def test_estimate_with_a_device_keeps_to_the_budget_for_ram(here: Command) -> None:
+    device = "--device-memory 8GB --device-bandwidth 272GB/s --link 12.5GB/s".split()
+    found = json.loads(
+        here("estimate", "demo", "--expert-cache", "50%", *device, "--json").stdout
+    )
+    there = {each["kind"]: each for each in found["placement"]["placements"]}
+    assert there["cpu"]["tokens_per_s"] == found["cpu"]["placements"][0]["tokens_per_s"]
 
 
 Mine = Callable[..., "CompletedProcess[str]"]
