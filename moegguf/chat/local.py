@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moegguf.models.entry import Details, ModelEntry, NamedModel
-from moegguf.options import BUDGETS, load_options_of
+from moegguf.options import load_options_of
 from moegguf.serving.events import (
     Event,
     LoadedModel,
@@ -109,10 +109,6 @@ class LocalModel:
         self._overrides = load_overrides(parameters)
         layout = read_layout(self._entry.path)
         warn_of_long_context(layout, self._overrides.get("n_ctx"))
-        if not layout.is_moe and BUDGETS["RAM"] in parameters:
-            print_message(
-                "note: this model has no experts, so a budget for experts has no effect."
-            )
         settings = self._settings
         if (
             n_gpu_layers := load_options_of(parameters).get("n_gpu_layers")

@@ -441,6 +441,9 @@ def budget(
         if given
         else Client().get(path)
     )
+    if not now["n_experts"]:
+        print_message(f"{now['model']} has no experts, so it has no memory for them.")
+        return
     parts = [
         f"{format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts"
     ]
