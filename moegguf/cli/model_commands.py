@@ -59,27 +59,45 @@ def list_models(prefix: Prefix = "", as_json: AsJson = False) -> None:
     from moegguf.terminal.tables import print_json, print_model_list
 
     entries = Catalog().entries(prefix)
-    print_json(
-        [list_facts(entry) for entry in entries]
-    ) if as_json else print_model_list(entries)
+    if as_json:
+        print_json([list_facts(entry) for entry in entries])
+    elif entries or not prefix:
+        print_model_list(entries)
+    else:
+        print_message(
+            f"No name of a model on this machine begins with {prefix!r}; `moegguf list` lists all of them."
+        )
 
 
 def library(prefix: Prefix = "", as_json: AsJson = False) -> None:
     """List well-known models by short name, with the expected speed on this machine."""
     from moegguf.engine.machine import load_warning
-    from moegguf.terminal.facts import library_facts
+    from moegguf.terminal.facts import READING_TOKENS_PER_S, library_facts
     from moegguf.terminal.tables import print_json, print_library
 
     facts = library_facts(prefix)
     if as_json:
         print_json(facts)
         return
+    if not facts:
+        print_message(
+            f"No name of the library begins with {prefix!r}; `moegguf library` lists all of them."
+        )
+        return
     print_library(facts)
+    print_message("")
+    for best in (each for each in facts if each["fits_best"]):
+        is_fluent = best["tokens_per_s"][1] >= READING_TOKENS_PER_S
+        print_message(
+            "* fits best: the largest that answers as fast as one reads."
+            if is_fluent
+            else "* the fastest of these; none answers as fast as one reads."
+        )
     print_message(
-        "\n* fits best: the largest that answers as fast as one reads. NEEDS: memory to"
-        "\nrun it at all. FOR ALL: with every expert in memory. IN MEMORY: experts that"
-        "\nfit now. SPEED HERE: estimated from memory, processors and disk now."
-        "\n`moegguf run NAME` fetches a model and runs it; --json prints every column."
+        "NEEDS: memory to run it at all. FOR ALL: with every expert in memory. IN"
+        "\nMEMORY: experts that fit now. SPEED HERE: estimated from memory, processors"
+        "\nand disk now. `moegguf run NAME` fetches a model and runs it; --json prints"
+        "\nevery column."
     )
     if warning := load_warning():
         print_message(warning)

@@ -17,6 +17,7 @@ from fake_hub import FakeHub, running_hub
 from servers import ROOT, Command, Server, TinyModel, completed, serving
 
 import moegguf
+from moegguf.cli.model_commands import library
 from moegguf.models import hub as downloads
 from moegguf.models.catalog import Catalog
 from moegguf.native.abi import ABI_VERSION
@@ -784,6 +785,27 @@ def test_library_lists_models_with_sizes_and_speeds(mine: Mine) -> None:
     )
     slow, fast = facts["tokens_per_s"] or (1, 2)
     assert 0 < slow < fast
+
+
+@pytest.mark.parametrize("is_fluent", [True, False])
+def test_library_says_what_its_star_means(
+    is_fluent: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit = 0.0 if is_fluent else 1e9
+    monkeypatch.setattr("moegguf.terminal.facts.READING_TOKENS_PER_S", limit)
+    monkeypatch.setattr("moegguf.terminal.facts.RESERVE_BYTES", 0)
+    library("olmoe")
+    said = capsys.readouterr()
+    assert "olmoe:7b *" in said.out
+    assert ("* fits best" in said.err) == is_fluent
+
+
+@pytest.mark.parametrize("command", ["list", "library"])
+def test_a_prefix_of_no_name_gets_a_message_instead_of_a_table(
+    mine: Mine, command: str
+) -> None:
+    done = mine(command, "nosuch")
+    assert not done.stdout and "begins with 'nosuch'" in done.stderr
 
 
 @pytest.mark.parametrize(
