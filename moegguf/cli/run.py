@@ -258,9 +258,13 @@ def run(
             conversation = Conversation(entry, parameters, **settings)
             chat_model = ChatModel(connection)
             # A server loads the model itself when it answers a prompt.
-            if text is None or client is None:
+            if isinstance(connection, ServedModel) and text is not None:
+                connection.check_context(conversation)
+            else:
                 chat_model.load(conversation)
                 spinner.close()
+                if text is not None and sys.stderr.isatty():
+                    chat_model.print_line(conversation)
             if text is not None:
                 return _answer_once(chat_model, conversation, text)
             from moegguf.chat.chat import Chat

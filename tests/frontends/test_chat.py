@@ -181,7 +181,7 @@ def test_a_chat_with_a_server_keeps_the_conversation(
     chat: Terminal, server: Server
 ) -> None:
     assert re.search(
-        rf"demo:latest: context of [\d,]+ tokens, in the server at {server.url}",
+        rf"demo:latest: takes [\d.]+MiB, context of [\d,]+ tokens, in the server at {server.url}",
         chat.text,
     )
     assert "demo:latest" in server.loaded()
