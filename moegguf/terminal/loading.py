@@ -62,13 +62,15 @@ def find_or_pull(name: str) -> ModelEntry:
     first. Raises ModelNotFoundError, ModelNameError, ModelFormatError or PullError."""
     from moegguf.errors import ModelNotFoundError
     from moegguf.models.catalog import Catalog
-    from moegguf.models.names import fetchable_name
+    from moegguf.models.names import fetchable_name, hub_hint
 
     catalog = Catalog()
     try:
         return catalog.find(name)
-    except ModelNotFoundError:
+    except ModelNotFoundError as error:
         if fetchable_name(name) is None:
+            if error.hint:
+                raise ModelNotFoundError(f"{error} {hub_hint(name)}") from None
             raise
     from moegguf.models.pull import pull
     from moegguf.terminal.progress import PullProgress

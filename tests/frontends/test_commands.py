@@ -869,6 +869,16 @@ ERRORS = [
         1,
         "https://huggingface.co/models?library=gguf&search=llama3.2",
     ),
+    *(
+        (
+            f"{command} llama3.2{prompt}",
+            1,
+            "hf.co/bartowski/Llama-3.2-3B-Instruct-GGUF (a name",
+        )
+        for command, prompt in (("run", " hi"), ("pull", ""))
+    ),
+    ("rm llama3.2", 1, "there is no model named 'llama3.2'. `moegguf list`"),
+    ("pull demo", 1, "'demo' ships with moegguf"),
     ("contexts clear", 2, "or --all, but neither is given"),
     ("contexts clear demo --all", 2, "'demo' and --all are both given"),
     ("help frobnicate", 2, "no such command 'frobnicate'"),
