@@ -366,10 +366,11 @@ def _switch(
 
 def _set_parameter(chat: Chat, value: str) -> None:
     words = [_strip_quotes(word) for word in _WORD.findall(value)]
-    if len(words) < 2:
+    if not words or (words[0] in PARAMETERS and len(words) < 2):
         print_message(PARAMETERS_HELP)
         return
     name, *values = words
+    values = values or [""]  # an unknown name without a value
     try:
         parsed = (
             values if PARAMETERS.get(name) is list else parse_parameter(name, values[0])

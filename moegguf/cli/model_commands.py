@@ -312,7 +312,8 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
 @contexts.command()
 def clear(
     model: Annotated[
-        str | None, argument("MODEL", "A model from `moegguf contexts`.")
+        str | None,
+        argument("MODEL", "A model's name, or its line in `moegguf contexts`."),
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Delete the contexts of all models.")
@@ -329,9 +330,15 @@ def clear(
 
     found = _by_model()
     if model is not None and model not in found:
-        raise ModelNotFoundError(
-            f"no contexts of {model!r} are kept; `moegguf contexts` lists the models."
-        )
+        from moegguf.models.catalog import Catalog
+
+        given = model
+        with suppress(ModelNotFoundError):
+            model = Catalog().find(model).path.stem
+        if model not in found:
+            raise ModelNotFoundError(
+                f"no contexts of {given!r} are kept; `moegguf contexts` lists the models."
+            )
     blocks = [
         block for name, each in found.items() if model in (None, name) for block in each
     ]
@@ -352,8 +359,8 @@ def _by_model() -> dict[str, list[StoredBlock]]:
 
 
 def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
-    """List the models that a running server has loaded, and the number of prompt tokens
-    that they reused."""
+    """List the models that a running server has loaded, and in a wide terminal the
+    number of prompt tokens that they reused."""
     from moegguf.chat.client import Client
     from moegguf.quantities import human_bytes, human_time, percent, processor_split
     from moegguf.terminal.tables import print_columns, print_json

@@ -123,7 +123,7 @@ FLAGS = (
     output_flag("--insecure", None, "Accepted, as Ollama has it; no effect.", False, bool,
         {"hidden": True}),
     model_flag("--local", None,
-        "Load the model in this process even if a server is running. Options of loading imply --local, except for"
+        "Load the model without the server, even if one is running. Options of loading imply --local, except for"
         " --ctx.",
         False),
     Flag("--verbose -v", None, "Print statistics. Twice: llama.cpp's log.", 0,

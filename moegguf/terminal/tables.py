@@ -323,8 +323,10 @@ def print_estimate(facts: Facts) -> None:
     print_renderable(Text("  Why", style="bold"))
     # The plan's reasons already include the reason for its own placement.
     supposed = facts["placement"] if not plan["placement"] else None
+    reasons = Table.grid(padding=(0, 1, 0, 0))
     for reason in [*plan["reasons"], *([supposed["reason"]] if supposed else [])]:
-        print_renderable(Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
+        reasons.add_row("-", Text(reason))
+    print_renderable(Padding(reasons, (0, 0, 0, 4)))
     for warning in plan["warnings"]:
         print_renderable(
             Padding(Text(f"warning: {warning}", style="yellow"), (1, 0, 0, 2))

@@ -78,6 +78,9 @@ def test_read_and_set_with_wrong_arguments_name_the_next_step(tmp_path: Path) ->
         )
         assert "/set system <string>" in chat.ask("/set")
         assert max(map(len, chat.ask("/set parameter").splitlines())) < 80
+        for given in ("foo", "foo 1"):
+            said = chat.ask(f"/set parameter {given}")
+            assert "unknown parameter 'foo'; known parameters: draft," in said
 
 
 def test_changed_load_parameters_reload_the_local_model(tmp_path: Path) -> None:

@@ -17,10 +17,13 @@ from fake_hub import FakeHub, running_hub
 from servers import ROOT, Command, Server, TinyModel, completed, serving
 
 import moegguf
-from moegguf.cli.model_commands import library
+from moegguf.cli.batch import _progress_text
+from moegguf.cli.model_commands import clear, library
+from moegguf.errors import ModelNotFoundError
 from moegguf.models import hub as downloads
 from moegguf.models.catalog import Catalog
 from moegguf.native.abi import ABI_VERSION
+from moegguf.serving.batch.answers import Counts
 
 
 def test_help_lists_the_commands_and_is_printed_without_arguments(
@@ -299,10 +302,31 @@ def test_doctor_prints_the_folder_beside_each_model(
     )
 
 
+def test_contexts_clear_accepts_the_name_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = {"moegguf-demo-Q4_0": list[object]()}
+    monkeypatch.setattr("moegguf.cli.model_commands._by_model", lambda: stored)
+    clear("demo")
+    assert capsys.readouterr().out.startswith("deleted 0 B")
+    with pytest.raises(ModelNotFoundError, match="no contexts of 'nosuch' are kept"):
+        clear("nosuch")
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "bench", "batch"])
+def test_help_leaves_out_the_limits_of_numbers(here: Command, command: str) -> None:
+    assert not re.search("x[<>]=", here(command, "--help").stdout)
+
+
+def test_a_batch_has_no_time_left_before_an_answer() -> None:
+    refused = Counts(failed=1)
+    assert _progress_text(refused, Counts(), 3, 0.1) == "0 of 3 answered, 1 failed"
+
+
 def test_doctor_check_answers_with_few_slots_and_prints_one_line(here: Command) -> None:
     done = here("doctor", "--check")
     assert re.fullmatch(
-        r"The expert store's bookkeeping is correct after 16 tokens of the demo model with 30% of its experts:"
+        r"The expert store's bookkeeping is correct after 16 tokens of the demo\nmodel with 30% of its experts:"
         r" [\d,]+ look-ups, [1-9][\d,]* evictions\.\n",
         done.stdout,
     )
