@@ -43,14 +43,14 @@ class OptionError(MoeggufError, TypeError):
         cls,
         name: str,
         known: Iterable[str],
-        listed: str = "help(moegguf.Llama)",
+        listed: str = "see help(moegguf.Llama) for the list.",
         what: str = "option",
     ) -> OptionError:
         """Returns the error for an unknown option. The message suggests the most
-        similar name in `known`. If no name is similar, the message contains `listed`,
-        the place where all names are listed."""
+        similar name in `known`. If no name is similar, the message ends with
+        `listed`, which lists all names or says where they are listed."""
         near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]!r}?" if near else f"see {listed} for the list."
+        hint = f"did you mean {near[0]!r}?" if near else listed
         return cls(f"unknown {what} {name!r}; {hint}")
 
 

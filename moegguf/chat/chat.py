@@ -64,19 +64,12 @@ class Chat:
         caller must have entered `keyboard_echo_off`."""
         if self.conversation.think and not self.check_thinking():
             self.conversation.think = None
-        self.print_model_line()
+        self.model.print_line(self.conversation)
         try:
             while True:
                 self._handle_input()
         except EOFError:
             return 0
-
-    def print_model_line(self) -> None:
-        """Prints one line with the model's name and facts, such as its context length
-        and its number of expert slots."""
-        print_message(
-            f"{self.conversation.entry.name}: {', '.join(self.model.facts())}"
-        )
 
     def _handle_input(self) -> None:
         try:
@@ -231,7 +224,7 @@ def _load(chat: Chat, name: str) -> None:
     chat.conversation.switch_model(entry)
     with chat.model.spinner:
         chat.model.load(chat.conversation)
-    chat.print_model_line()
+    chat.model.print_line(chat.conversation)
 
 
 def _save(chat: Chat, name: str) -> None:
@@ -373,10 +366,11 @@ def _switch(
 
 def _set_parameter(chat: Chat, value: str) -> None:
     words = [_strip_quotes(word) for word in _WORD.findall(value)]
-    if len(words) < 2:
+    if not words or (words[0] in PARAMETERS and len(words) < 2):
         print_message(PARAMETERS_HELP)
         return
     name, *values = words
+    values = values or [""]  # an unknown name without a value
     try:
         parsed = (
             values if PARAMETERS.get(name) is list else parse_parameter(name, values[0])

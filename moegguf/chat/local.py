@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moegguf.models.entry import Details, ModelEntry, NamedModel
-from moegguf.options import BUDGETS, load_options_of
+from moegguf.options import load_options_of
 from moegguf.serving.events import (
     Event,
     LoadedModel,
@@ -108,11 +108,7 @@ class LocalModel:
         self._entry = _here(conversation.entry)
         self._overrides = load_overrides(parameters)
         layout = read_layout(self._entry.path)
-        warn_of_long_context(layout, self._overrides.get("n_ctx"))
-        if not layout.is_moe and BUDGETS["RAM"] in parameters:
-            print_message(
-                "note: this model has no experts, so a budget for experts has no effect."
-            )
+        warn_of_long_context(layout.hparams.n_ctx_train, self._overrides.get("n_ctx"))
         settings = self._settings
         if (
             n_gpu_layers := load_options_of(parameters).get("n_gpu_layers")
@@ -155,6 +151,11 @@ class LocalModel:
     def n_ctx(self) -> int:
         """The size of the context in tokens, or 0 while no model is loaded."""
         return self.loaded.n_ctx if self.loaded else 0
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of the loaded model in bytes, or 0 while no model is loaded."""
+        return self.loaded.size_bytes if self.loaded else 0
 
     @property
     def placement(self) -> Placement | None:

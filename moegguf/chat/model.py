@@ -100,13 +100,18 @@ class ChatModel:
         self._load_s = 0.0
         return self._last
 
+    def print_line(self, conversation: Conversation) -> None:
+        """Prints one line with the model's name and `facts`."""
+        print_message(f"{conversation.entry.name}: {', '.join(self.facts())}")
+
     def facts(self) -> list[str]:
         """Returns short phrases about the model: its memory, context length, number of
         expert slots, and the server's address. Omits unknown facts."""
         n_ctx, url = self.connection.n_ctx, self.connection.url
         loaded = self.connection.loaded
         stats = loaded.stats if loaded else None
-        facts = [f"takes {format_bytes(loaded.size_bytes)}"] if loaded else []
+        size_bytes = self.connection.size_bytes
+        facts = [f"takes {format_bytes(size_bytes)}"] if size_bytes else []
         if n_ctx:
             facts.append(f"context of {n_ctx:,} tokens")
         if self.connection.reads_images:
@@ -152,5 +157,10 @@ class ChatModel:
         print_map(found)
         if url := self.connection.url:
             print_message(
-                f"It is in the server at {url}; `moegguf top` shows its experts live."
+                f"It is in the server at {url}. The map shows where experts are; `moegguf top` also shows which experts"
+                " answers use."
+            )
+        elif not any(found.uses):
+            print_message(
+                "No use of an expert is counted yet. Uses are counted from now on: ask again after the next answer."
             )

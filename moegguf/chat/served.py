@@ -16,7 +16,7 @@ from moegguf.generate.request import AnswerSummary, Delta, Message, PromptProgre
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_duration
-from moegguf.serving.events import Done, Event, Snapshot
+from moegguf.serving.events import Done, Event, Snapshot, load_overrides
 from moegguf.serving.wire import build
 from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import Spinner
@@ -129,6 +129,7 @@ class ServedModel:
     def load(self, conversation: Conversation) -> None:
         """Loads the conversation's model in the server, and waits until it is
         loaded."""
+        self.check_context(conversation)
         entry = conversation.entry
         shown = self._show(entry.name)
         self.spinner.show(f"loading {entry.name} in the server at {self.url}")
@@ -143,14 +144,28 @@ class ServedModel:
         self._client.post("/api/generate", body | kept)
         self.entry, self.reads_images = entry, "vision" in shown["capabilities"]
 
+    def check_context(self, conversation: Conversation) -> None:
+        """Prints a warning if the user has set a context that is longer than the
+        context with which the model was trained."""
+        from moegguf.terminal.loading import warn_of_long_context
+
+        if n_ctx := load_overrides(conversation.user_parameters()).get("n_ctx"):
+            warn_of_long_context(self.details(conversation.entry).n_ctx_train, n_ctx)
+
     @property
     def n_ctx(self) -> int:
         """The size of the context in tokens, or 0 if the model is not loaded."""
-        loaded = {
-            model["name"]: model["context_length"]
-            for model in self._client.get("/api/ps")["models"]
-        }
-        return int(loaded.get(self.entry.name, 0))
+        return self._fact("context_length")
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of the loaded model in bytes, or 0 if it is not loaded."""
+        return self._fact("size")
+
+    def _fact(self, name: str) -> int:
+        models = self._client.get("/api/ps")["models"]
+        found = (each[name] for each in models if each["name"] == self.entry.name)
+        return int(next(found, 0))
 
     def check_parameter(self, name: str) -> None:
         """Raises OptionError if `name` is a parameter for loading that a request to a

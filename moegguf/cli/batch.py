@@ -331,11 +331,12 @@ def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) ->
     """
     failed = f", {now.failed:,} failed" if now.failed else ""
     parts = [f"{now.done - now.failed:,} of {n_total:,} answered{failed}"]
-    if (n_new := now.done - before.done) and seconds > 0:
-        n_tokens = (
-            now.output_tokens - before.output_tokens
-            or now.input_tokens - before.input_tokens
-        )
+    n_tokens = (
+        now.output_tokens - before.output_tokens
+        or now.input_tokens - before.input_tokens
+    )
+    # A refused request has no tokens, and says nothing about the time of the others.
+    if n_tokens and (n_new := now.done - before.done) and seconds > 0:
         parts.append(f"{n_tokens / seconds:,.0f} tokens/s")
         n_left = n_total - now.done
         parts += [f"{duration(round(n_left * seconds / n_new))} left"] if n_left else []

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -110,7 +110,9 @@ def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
         key = KEY_PLACEHOLDER
     if model is None:
         model = _default_model(client)
-    elif not to_print and client.host.is_loopback:
+    elif to_print:
+        _warn_if_missing(client, model)
+    elif client.host.is_loopback:
         model = _name_on_server(client, model)
     return Target(client.host.url, model, key)
 
@@ -138,6 +140,18 @@ def _name_on_server(client: Client, model: str) -> str:
             " than this command; start it with the same MOEGGUF_HOME and MOEGGUF_MODELS, or choose one of its models."
         )
     return entry.name
+
+
+def _warn_if_missing(client: Client, model: str) -> None:
+    """Prints a warning if the running server, if any, does not have the model."""
+    from moegguf.chat.client import NoServerError
+
+    with suppress(NoServerError):
+        if not _has_model(client, model):
+            print_message(
+                f"warning: the server at {client.host.url} has no model named {model!r}; `moegguf list` lists"
+                " the models."
+            )
 
 
 def _has_model(client: Client, name: str) -> bool:

@@ -133,7 +133,8 @@ def _zed(to: Target) -> str:
     return f"""\
 In ~/.config/zed/settings.json (Zed finds the models there itself):
 {json.dumps(settings, indent=2)}
-The key is {to.key}. Enter it in Zed's settings of the provider Ollama, or start Zed with OLLAMA_API_KEY={to.key}.
+The key is {to.key}. Enter it in Zed's settings of the provider Ollama,
+or start Zed with OLLAMA_API_KEY={to.key}.
 """
 
 

@@ -59,27 +59,45 @@ def list_models(prefix: Prefix = "", as_json: AsJson = False) -> None:
     from moegguf.terminal.tables import print_json, print_model_list
 
     entries = Catalog().entries(prefix)
-    print_json(
-        [list_facts(entry) for entry in entries]
-    ) if as_json else print_model_list(entries)
+    if as_json:
+        print_json([list_facts(entry) for entry in entries])
+    elif entries or not prefix:
+        print_model_list(entries)
+    else:
+        print_message(
+            f"No name of a model on this machine begins with {prefix!r}; `moegguf list` lists all of them."
+        )
 
 
 def library(prefix: Prefix = "", as_json: AsJson = False) -> None:
     """List well-known models by short name, with the expected speed on this machine."""
     from moegguf.engine.machine import load_warning
-    from moegguf.terminal.facts import library_facts
+    from moegguf.terminal.facts import READING_TOKENS_PER_S, library_facts
     from moegguf.terminal.tables import print_json, print_library
 
     facts = library_facts(prefix)
     if as_json:
         print_json(facts)
         return
+    if not facts:
+        print_message(
+            f"No name of the library begins with {prefix!r}; `moegguf library` lists all of them."
+        )
+        return
     print_library(facts)
+    print_message("")
+    for best in (each for each in facts if each["fits_best"]):
+        is_fluent = best["tokens_per_s"][1] >= READING_TOKENS_PER_S
+        print_message(
+            "* fits best: the largest that answers as fast as one reads."
+            if is_fluent
+            else "* the fastest of these; none answers as fast as one reads."
+        )
     print_message(
-        "\n* fits best: the largest that answers as fast as one reads. NEEDS: memory to"
-        "\nrun it at all. FOR ALL: with every expert in memory. IN MEMORY: experts that"
-        "\nfit now. SPEED HERE: estimated from memory, processors and disk now."
-        "\n`moegguf run NAME` fetches a model and runs it; --json prints every column."
+        "NEEDS: memory to run it at all. FOR ALL: with every expert in memory. IN"
+        "\nMEMORY: experts that fit now. SPEED HERE: estimated from memory, processors"
+        "\nand disk now. `moegguf run NAME` fetches a model and runs it; --json prints"
+        "\nevery column."
     )
     if warning := load_warning():
         print_message(warning)
@@ -130,11 +148,12 @@ def remove(
 ) -> None:
     """Remove models: their names, and the files that no other name uses."""
     from moegguf.chat.client import Client
-    from moegguf.models.catalog import Catalog
+    from moegguf.models.catalog import Catalog, check_removable
 
     catalog = Catalog()
     for name in models:
-        body = {"model": catalog.find(name, even_missing=True).name, "keep_alive": 0}
+        check_removable(entry := catalog.find(name, even_missing=True))
+        body = {"model": entry.name, "keep_alive": 0}
         # The request fails if no server is running, or if the server does not have the
         # model.
         with suppress(MoeggufError):
@@ -293,7 +312,8 @@ def list_contexts(context: typer.Context, as_json: AsJson = False) -> None:
 @contexts.command()
 def clear(
     model: Annotated[
-        str | None, argument("MODEL", "A model from `moegguf contexts`.")
+        str | None,
+        argument("MODEL", "A model's name, or its line in `moegguf contexts`."),
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Delete the contexts of all models.")
@@ -310,9 +330,15 @@ def clear(
 
     found = _by_model()
     if model is not None and model not in found:
-        raise ModelNotFoundError(
-            f"no contexts of {model!r} are kept; `moegguf contexts` lists the models."
-        )
+        from moegguf.models.catalog import Catalog
+
+        given = model
+        with suppress(ModelNotFoundError):
+            model = Catalog().find(model).path.stem
+        if model not in found:
+            raise ModelNotFoundError(
+                f"no contexts of {given!r} are kept; `moegguf contexts` lists the models."
+            )
     blocks = [
         block for name, each in found.items() if model in (None, name) for block in each
     ]
@@ -333,8 +359,8 @@ def _by_model() -> dict[str, list[StoredBlock]]:
 
 
 def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
-    """List the models that a running server has loaded, and the number of prompt tokens
-    that they reused."""
+    """List the models that a running server has loaded, and in a wide terminal the
+    number of prompt tokens that they reused."""
     from moegguf.chat.client import Client
     from moegguf.quantities import human_bytes, human_time, percent, processor_split
     from moegguf.terminal.tables import print_columns, print_json
@@ -440,6 +466,9 @@ def budget(
         if given
         else Client().get(path)
     )
+    if not now["n_experts"]:
+        print_message(f"{now['model']} has no experts, so it has no memory for them.")
+        return
     parts = [
         f"{format_bytes(now['expert_cache_bytes'])} for {now['n_slots']} of {now['n_experts']} experts"
     ]

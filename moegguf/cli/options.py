@@ -42,6 +42,9 @@ OF_THINKING = ("reasoning_budget_tokens", "reasoning_budget_message")
 """Request options that the environment can also set."""
 
 _TYPE_OF_PYTHON = re.compile(r" <.*>$")
+# The limits of a number at the end of a help text: "  [x>=0]", or "; x>=0" before "]".
+_RANGE = re.compile(r"  \[[-\d.<=]*x[-\d.<>=]*\]$|; [-\d.<=]*x[-\d.<>=]*(?=\]$)")
+_NO_BREAK = "\N{NON-BREAKING HYPHEN}"
 _TYPES: dict[str, Any] = {
     "whole": int,
     "number": float,
@@ -53,7 +56,7 @@ _TYPES: dict[str, Any] = {
 
 class Command(TyperCommand):
     """A command whose help has a panel for each group of flags. The help for arguments
-    does not show Python types."""
+    shows neither Python types nor the limits of numbers."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Returns the words of the usage line, without braces."""
@@ -75,11 +78,14 @@ class Command(TyperCommand):
                 else:
                     panel = getattr(param, "rich_help_panel", None) or OFTEN
                 name, text = record
+                # click would break lines at hyphens.
+                text = _RANGE.sub("", text).replace("-", _NO_BREAK)
                 panels[panel].append((_TYPE_OF_PYTHON.sub("", name), text))
         for title, records in panels.items():
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+        formatter.buffer = [part.replace(_NO_BREAK, "-") for part in formatter.buffer]
 
 
 class Flag(NamedTuple):

@@ -123,7 +123,7 @@ FLAGS = (
     output_flag("--insecure", None, "Accepted, as Ollama has it; no effect.", False, bool,
         {"hidden": True}),
     model_flag("--local", None,
-        "Load the model in this process even if a server is running. Options of loading imply --local, except for"
+        "Load the model without the server, even if one is running. Options of loading imply --local, except for"
         " --ctx.",
         False),
     Flag("--verbose -v", None, "Print statistics. Twice: llama.cpp's log.", 0,
@@ -258,9 +258,13 @@ def run(
             conversation = Conversation(entry, parameters, **settings)
             chat_model = ChatModel(connection)
             # A server loads the model itself when it answers a prompt.
-            if text is None or client is None:
+            if isinstance(connection, ServedModel) and text is not None:
+                connection.check_context(conversation)
+            else:
                 chat_model.load(conversation)
                 spinner.close()
+                if text is not None and sys.stderr.isatty():
+                    chat_model.print_line(conversation)
             if text is not None:
                 return _answer_once(chat_model, conversation, text)
             from moegguf.chat.chat import Chat

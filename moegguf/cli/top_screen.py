@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -78,43 +79,52 @@ class ModelView:
 
     def title(self, width: int) -> Text:
         """Returns the model's title: name, state, queue, size, context, threads and
-        expiry."""
+        expiry. Leaves out parts that do not fit into `width` characters: first the
+        threads, then the size, expiry, context and queue."""
         facts = self.facts
         busy = facts.get("busy") or (self.snapshot and self.snapshot.busy)
         state = "stopping" if facts.get("stopping") else "busy" if busy else "idle"
-        parts = [state]
-        if facts.get("queue"):
-            parts.append(f"{facts['queue']} waiting")
-        parts += [
-            human_bytes(facts.get("size_bytes", 0)),
-            f"{facts.get('n_ctx', 0):,} tokens of context",
-        ]
-        if n_threads := self.stats.n_threads:
-            parts.append(f"{n_threads} thread{'s' * (n_threads != 1)}")
-        expires = facts.get("expires")
-        parts.append(
-            f"expires {human_time(datetime.fromisoformat(expires))}"
-            if expires
-            else "never expires"
-        )
+        queue, expires = facts.get("queue"), facts.get("expires")
+        n_threads = self.stats.n_threads
+        until = expires and human_time(datetime.fromisoformat(expires))
+        parts = {
+            "state": state,
+            "queue": f"{queue} waiting" if queue else "",
+            "size": human_bytes(facts.get("size_bytes", 0)),
+            "context": f"{facts.get('n_ctx', 0):,} tokens of context",
+            "threads": f"{n_threads} thread{'s' * (n_threads != 1)}"
+            if n_threads
+            else "",
+            "expiry": f"expires {until}" if until else "never expires",
+        }
         text = Text(self.name, style="bold", no_wrap=True, overflow="ellipsis")
-        text.append("  " + " · ".join(parts), style="not bold bright_black")
+        about = ""
+        for name in ("", "threads", "size", "expiry", "context", "queue"):
+            parts.pop(name, "")
+            about = "  " + " · ".join(filter(None, parts.values()))
+            if text.cell_len + cell_len(about) <= width:
+                break
+        text.append(about, style="not bold bright_black")
         text.truncate(width, overflow="ellipsis")
         return text
 
-    def figures(self, width: int) -> Table:
-        """Returns the table of numbers: hit rate, bytes read per token and stall, now
+    def figures(self, width: int) -> list[Table]:
+        """Returns two tables of numbers. The first has the hit rate, bytes read per token and stall, now
         and since the model was loaded, and the latest speed.
 
-        Sparklines are added if the width leaves space for them. There is a row for each
-        tier if there are several, and a row for staging if prompts are staged.
+        Sparklines are added if the width leaves space for them. The second table has a
+        row for each tier if there are several, and a row for staging if prompts are
+        staged.
         """
         now, total = self.now, self.stats
-        table = Table.grid(padding=(0, 1 if width < NARROW else 2, 0, 0))
-        table.add_column(style="bright_black", no_wrap=True)
-        table.add_column(justify="right", no_wrap=True, style="bold")
+        padding = (0, 1 if width < NARROW else 2, 0, 0)
+        table, tiers = Table.grid(padding=padding), Table.grid(padding=padding)
+        for grid in (table, tiers):
+            grid.add_column(style="bright_black", no_wrap=True, min_width=10)
+            grid.add_column(justify="right", no_wrap=True, style="bold", min_width=5)
         table.add_column(justify="right", no_wrap=True)
         table.add_column(no_wrap=True, style="green")
+        tiers.add_column(no_wrap=True)
         spark_cells = min(HISTORY_POINTS, width - 46)
         speed = f"{self.speeds[-1]:,.1f} t/s" if self.speeds else "-"
         resident = (
@@ -147,15 +157,15 @@ class ModelView:
                 f"{slots} · {n_bytes} in, {tier.evictions:,} evicted",
                 style="bright_black",
             )
-            table.add_row(tier.name, _hit_rate(tier), moved)
+            tiers.add_row(tier.name, _hit_rate(tier), moved)
         if total.staging_bytes:
             sizes = f"{human_bytes(total.staging_bytes)} · {human_bytes(total.bytes_staged)} in for prompts"
             # The share of the copying time during which no layer waited.
             overlap = percent(total.staging_overlap if total.bytes_staged else None)
-            table.add_row(
+            tiers.add_row(
                 "staging", overlap, Text(f"overlapped, {sizes}", "bright_black")
             )
-        return table
+        return [table, tiers]
 
     def map(self, width: int, height: int | None) -> Text:
         """Returns the map of the model's experts, or a message if there are no experts
@@ -208,7 +218,7 @@ class Screen:
             )
             return
         key = legend(width, any(model.stats.in_vram for model in self.models))
-        key.no_wrap, key.overflow = True, "ellipsis"
+        key.no_wrap, key.overflow, key.end = True, "ellipsis", "\n"
         yield from self._bodies(width, key.plain.count("\n") + 1)
         yield key
 
@@ -218,14 +228,14 @@ class Screen:
         model has one."""
         figures = [model.figures(width) for model in self.models]
         # 2 for the title and a blank line.
-        n_lines = [2 + table.row_count for table in figures]
+        n_lines = [2 + sum(table.row_count for table in each) for each in figures]
         left = (
             math.inf
             if self.height is None
             else self.height - 2 - n_legend - sum(n_lines)
         )
         for i, model in enumerate(self.models):
-            parts: list[Any] = [model.title(width), figures[i]]
+            parts: list[Any] = [model.title(width), *figures[i]]
             n_map = max(left / (len(self.models) - i), MIN_MAP_LINES)
             if n_map <= left:
                 parts.append(

@@ -230,7 +230,7 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
     path = find_model(model)
     prompt_list = read_prompts(prompts)
     layout = read_layout(path)
-    warn_of_long_context(layout, chosen["ctx"])
+    warn_of_long_context(layout.hparams.n_ctx_train, chosen["ctx"])
     with showing_progress() as progress:
         stats = record(
             path,

@@ -212,6 +212,7 @@ class Context:
         # Scale of the LoRA adapter for the next evaluation; 0.0: none.
         self.lora_scale: float = llm.lora_scale if llm._lora_adapter else 0.0
         self.eval_s = 0.0  # total seconds of all evaluations
+        self.n_computed = 0  # evaluated tokens, as far as their number was known
         self.drafted = Counter[str]()  # counters of drafts, by their names in `Stats`
         # Called with the llama_batch after each pass of `eval` or `eval_sequences` that
         # has not failed.
@@ -238,7 +239,7 @@ class Context:
         stats = (
             self.session.stats(self.eval_s)
             if self.session
-            else Stats(eval_s=self.eval_s)
+            else Stats(tokens=self.n_computed, eval_s=self.eval_s)
         )
         n_threads = self._threads.n_threads if self._threads else self._llm.n_threads
         drafted: dict[str, Any] = self.drafted
@@ -464,6 +465,7 @@ class Context:
             self._threads.before_pass()
         start_s = time.perf_counter()
         result = call()
+        self.n_computed += n_tokens
         if self._threads is not None:
             self._threads.after_pass(n_tokens, time.perf_counter() - start_s)
         return result

@@ -349,9 +349,10 @@ def is_off(measured: float, predicted: float) -> bool:
 
 
 def format_speed(number: float) -> str:
-    """Returns tokens per second as text: two significant digits below 10, else a whole
-    number: "0.52", "4.6", "38", "1204"."""
-    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
+    """Returns tokens per second as text with two significant digits: "0.52", "4.6",
+    "38", "1,200"."""
+    digits = max(0, 1 - math.floor(math.log10(number)))
+    return f"{float(f'{number:.2g}'):,.{digits}f}"
 
 
 def request_cost(
@@ -446,7 +447,7 @@ class HitRates:
             n = self.measured.about.get("requests", "some")
             found = HitCurve(
                 self.measured.hit_rates[policy],
-                f"measured on this model: {n} requests, {policy}",
+                f"measured on this model with {n} requests and the policy {policy}",
             )
         return found.corrected(self.of_answers)
 

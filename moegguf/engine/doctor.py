@@ -76,7 +76,7 @@ def check_store() -> str:
     """Generates an answer with the demo model and few slots, and checks the expert
     store's bookkeeping afterwards.
 
-    Returns the result as a sentence. Raises MoeggufError, naming the broken rule, if
+    Returns the result as a sentence of two lines. Raises MoeggufError, naming the broken rule, if
     the check fails. Also raises it if the demo model is missing or does not load.
     """
     # imported here, because `diagnose` must work even if the library does not load
@@ -94,8 +94,8 @@ def check_store() -> str:
         llm.session.store.drain()
         stats = llm.stats()
     return (
-        f"The expert store's bookkeeping is correct after {len(answer)} tokens of the demo model with {CHECK_BUDGET} of"
-        f" its experts: {stats.lookups:,} look-ups, {stats.evictions:,} evictions."
+        f"The expert store's bookkeeping is correct after {len(answer)} tokens of the demo\n"
+        f"model with {CHECK_BUDGET} of its experts: {stats.lookups:,} look-ups, {stats.evictions:,} evictions."
     )
 
 

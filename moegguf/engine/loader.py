@@ -193,11 +193,12 @@ class Loader:
         an expert store, creates the controller in another thread, while llama.cpp reads
         the headers and the vocabulary."""
         session = self.session
+        if session is not None or not self.load_plan.layout.is_moe:
+            for warning in self.load_plan.plan.warnings:
+                warnings.warn(warning, stacklevel=3)
         if session is None:
             self._construct(construct, unload)
             return
-        for warning in self.load_plan.plan.warnings:
-            warnings.warn(warning, stacklevel=3)
 
         def decide() -> None:
             self.controller = LiveController(

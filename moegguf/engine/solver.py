@@ -633,15 +633,19 @@ def _plan_cpu(task: Task) -> Plan:
         reasons = [held, pool.pass_reason]
     needs = pool.sizes.needs(layout, n_ubatch, n_slots)
     total_bytes = needs.total_bytes + n_slots * pool.slot_bytes
-    warnings = (
+    warnings = [
         *cycle_warnings(layout, n_slots, pool.slot_bytes),
         *short_of(total_bytes, memory),
-    )
+    ]
+    if not layout.is_moe and pool.cache.mode != "auto":
+        warnings.append(
+            "this model has no experts, so a budget for experts has no effect"
+        )
     layers = tuple(range(layout.hparams.n_layer_all))
     ram = MemoryPlan(None, layers, n_slots, total_bytes, memory.available_bytes)
     return _planned(
         layout, pool.sizes, [ram], n_ubatch, needs=needs, streams=streams,
-        reasons=(*pool.reasons, *reasons), warnings=warnings,
+        reasons=(*pool.reasons, *reasons), warnings=tuple(warnings),
     )  # fmt: skip
 
 

@@ -321,7 +321,9 @@ def _request(
     for name in fields:
         if name not in of_sampling and name not in of_request:
             raise OptionError.unknown(
-                name, [*of_sampling, *of_request], "help(moegguf.Sampling)"
+                name,
+                [*of_sampling, *of_request],
+                "see help(moegguf.Sampling) for the list.",
             )
     given: dict[str, Any] = {"prompt": prompt, "truncate": False}
     if not isinstance(prompt, str):

@@ -143,7 +143,7 @@ class _Reader:
         if n_tokens >= self._n_ctx:
             raise ContextError(
                 f"Requested tokens ({n_tokens}) exceed context window of {self._n_ctx}, and the answer needs at least"
-                " one token; give a larger context (num_ctx, --ctx) or a shorter prompt."
+                " one token; give a larger context (n_ctx, num_ctx or --ctx) or a shorter prompt."
             )
 
     def completion(self, prompt: str) -> Prompt:

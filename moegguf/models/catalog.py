@@ -24,7 +24,6 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import quote
 
 from moegguf.errors import ModelFormatError, ModelNotFoundError, OptionError, PullError
 from moegguf.gguf.adapter import read_adapter
@@ -37,6 +36,7 @@ from moegguf.models.names import (
     HUB_HOST,
     Name,
     find_in_library,
+    hub_hint,
     name_or_none,
     nearest_names,
     parse_name,
@@ -55,9 +55,7 @@ from moegguf.models.selection import first_of
 from moegguf.models.sources import demo_path
 from moegguf.options import DRAFTS
 from moegguf.settings import data_folder
-from moegguf.text import to_utf8, without_password
-
-HUB_SEARCH = "https://huggingface.co/models?library=gguf&search="
+from moegguf.text import without_password
 
 
 class Catalog:
@@ -242,12 +240,13 @@ class Catalog:
         deleted.
         """
         entry = self.find(name, even_missing=True)
+        check_removable(entry)
         key = entry.name.lower()
         if entry.source == "own":
             with self.index.changed() as found:
                 found.entries.pop(key, None)
             self._clean()
-        elif entry.source == "hub":
+        else:
             with self.index.changed() as found:
                 found.hidden.add(key)
             try:
@@ -255,10 +254,6 @@ class Catalog:
             except PullError:
                 self.unhide(key)
                 raise
-        else:
-            raise OptionError(
-                f"{entry.name!r} cannot be removed: {_REMOVAL_HINTS[entry.source]}"
-            )
         return entry
 
     def unhide(self, *names: str) -> None:
@@ -370,19 +365,14 @@ class Catalog:
             *(entry.name.removesuffix(":latest") for entry in self.entries()),
         ]
         near = nearest_names(text, [*known, *map(str.lower, known)])
-        words = quote(to_utf8(text.partition(":")[0]), safe="")
-        hint = (
-            f"models of Hugging Face, also dense ones, have names such as {HUB_HOST}/USER/REPOSITORY:Q4_K_M, and"
-            f" {HUB_SEARCH}{words} lists GGUF files to choose from."
-        )
-        if near:
-            hint = f"did you mean {' or '.join(map(repr, near))}? M{hint[1:]}"
+        guess = f"did you mean {' or '.join(map(repr, near))}?" if near else ""
         here = (
             " `moegguf list` shows the models here, and `moegguf library` others; a path works, too."
             * self.paths
         )
         return ModelNotFoundError(
-            f"there is no model named {text!r}; {hint}{here}", hint
+            f"there is no model named {text!r}{f'; {guess}' if near else '.'}{here}",
+            f"{guess} {hub_hint(text)}".strip(),
         )
 
 
@@ -392,6 +382,12 @@ _REMOVAL_HINTS = {
     "path": "it is a path; delete the file.",
     "ollama": "it is in Ollama's store; remove it with `ollama rm`.",
 }
+
+
+def check_removable(entry: ModelEntry) -> None:
+    """Raises OptionError if the model is from a source that moegguf never changes."""
+    if hint := _REMOVAL_HINTS.get(entry.source):
+        raise OptionError(f"{entry.name!r} cannot be removed: {hint}")
 
 
 def _as_now(entry: ModelEntry) -> ModelEntry:

@@ -21,15 +21,28 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from moegguf.errors import ModelNameError
 from moegguf.quantities import shown
-from moegguf.text import without_password
+from moegguf.text import to_utf8, without_password
 
 DEFAULT_TAG = "latest"
 HUB_HOST = "hf.co"
 OLLAMA_HOST = "registry.ollama.ai"
+
+HUB_SEARCH = "https://huggingface.co/models?library=gguf&search="
+
+# Well-known dense models by the beginning of their names in other programs.
+DENSE = {
+    "llama3.1": "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF",
+    "llama3": "bartowski/Llama-3.2-3B-Instruct-GGUF",
+    "qwen2.5": "Qwen/Qwen2.5-7B-Instruct-GGUF",
+    "gemma3": "ggml-org/gemma-3-4b-it-GGUF",
+    "mistral": "bartowski/Mistral-7B-Instruct-v0.3-GGUF",
+    "phi4": "bartowski/phi-4-GGUF",
+    "smollm": "bartowski/SmolLM2-1.7B-Instruct-GGUF",
+}
 
 MAX_NAME = 512  # characters
 MAX_HOST = 253
@@ -283,6 +296,24 @@ def fetchable_name(text: str) -> str | None:
     # A path can look like USER/REPOSITORY.
     is_path = text.lower().endswith(".gguf") and ":" not in text
     return text if hub_name_of(text) and not is_path else None
+
+
+def hub_hint(text: str) -> str:
+    """Returns sentences about the models of Hugging Face that `text`, which is no known
+    name, may refer to."""
+    words = quote(to_utf8(text.partition(":")[0]), safe="")
+    known = next(
+        (each for name, each in DENSE.items() if text.lower().startswith(name)), None
+    )
+    example = (
+        f" A dense model is {HUB_HOST}/{known} (a name of the hub, not checked here)."
+        if known
+        else ""
+    )
+    return (
+        f"Models of Hugging Face have names such as {HUB_HOST}/USER/REPOSITORY:Q4_K_M.{example}"
+        f" {HUB_SEARCH}{words} lists GGUF files to choose from."
+    )
 
 
 def nearest_names(text: str, others: Sequence[str] = ()) -> list[str]:

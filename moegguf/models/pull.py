@@ -26,6 +26,7 @@ from moegguf.models.names import (
     DEFAULT_TAG,
     Name,
     find_in_library,
+    hub_hint,
     nearest_names,
     parse_name,
 )
@@ -37,6 +38,7 @@ from moegguf.models.selection import (
     select_files,
 )
 from moegguf.models.sources import (
+    DEMO_NAME,
     Snapshot,
     cached_models,
     hub_cache,
@@ -72,11 +74,13 @@ def pull(
     parsed = parse_name(model.hub_name if model else name)
     if not parsed.is_hub:
         near = " or ".join(map(repr, nearest_names(name)))
+        guess = f"; did you mean {near}?" if near else ": it is not in the library."
+        if parsed.key == parse_name(DEMO_NAME).key:
+            raise ModelNotFoundError(
+                f"{name!r} ships with moegguf, so there is nothing to fetch."
+            )
         raise ModelNotFoundError(
-            f"{parsed.canonical!r} cannot be pulled"
-            + (f"; did you mean {near}?" if near else ": it is not in the library.")
-            + " Other models on Hugging Face have names such as hf.co/user/repository, or"
-            " hf.co/user/repository:Q4_K_M for one quantisation."
+            f"{parsed.canonical!r} cannot be pulled{guess} {hub_hint(name)}"
         )
     if not hub_offline():
         entry = _fetch(parsed, report, cancelled or threading.Event())

@@ -236,7 +236,8 @@ def parse_parameter(name: str, text: str) -> Any:
     """
     kind = PARAMETERS.get(name)
     if kind is None:
-        raise OptionError.unknown(name, PARAMETERS, "docs/modelfile.md", "parameter")
+        listed = f"known parameters: {', '.join(sorted(PARAMETERS))}."
+        raise OptionError.unknown(name, PARAMETERS, listed, "parameter")
     if kind in (str, list):
         return text
     try:

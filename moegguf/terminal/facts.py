@@ -189,8 +189,8 @@ def estimate_model(
         on_cpu = Speeds.of_cpu(
             memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s
         )
-        # Predicts with unlimited RAM, and with the context length of the plan for this
-        # machine.
+        # Predicts with unlimited RAM, so "auto" is a slot for every expert, and with the
+        # context length of the plan for this machine.
         if device:
             there = machine.Device(
                 "the device", 0, device.memory_bytes, device.memory_bytes
@@ -208,6 +208,7 @@ def estimate_model(
                 type_k=spec.type_k,
                 type_v=spec.type_v,
                 flash_attn=spec.flash_attn,
+                budgets=spec.budgets,
             )
             placed = make_plan(layout, ample, free, speeds, hit_rates.curve()).placement
         return {

@@ -19,7 +19,6 @@ from moegguf.terminal.messages import print_message
 from moegguf.text import decode_text
 
 if TYPE_CHECKING:
-    from moegguf.gguf.experts import ExpertLayout
     from moegguf.models.entry import ModelEntry
 
 
@@ -63,13 +62,15 @@ def find_or_pull(name: str) -> ModelEntry:
     first. Raises ModelNotFoundError, ModelNameError, ModelFormatError or PullError."""
     from moegguf.errors import ModelNotFoundError
     from moegguf.models.catalog import Catalog
-    from moegguf.models.names import fetchable_name
+    from moegguf.models.names import fetchable_name, hub_hint
 
     catalog = Catalog()
     try:
         return catalog.find(name)
-    except ModelNotFoundError:
+    except ModelNotFoundError as error:
         if fetchable_name(name) is None:
+            if error.hint:
+                raise ModelNotFoundError(f"{error} {hub_hint(name)}") from None
             raise
     from moegguf.models.pull import pull
     from moegguf.terminal.progress import PullProgress
@@ -105,11 +106,10 @@ def print_card_note(loading: Mapping[str, Any]) -> None:
             print_message(note)
 
 
-def warn_of_long_context(layout: ExpertLayout, requested: int | None) -> None:
-    """Prints a warning if the requested context is longer than the context with which
-    the model was trained. `requested` None or 0: no warning."""
-    trained = layout.hparams.n_ctx_train
+def warn_of_long_context(trained: int, requested: int | None) -> None:
+    """Prints a warning if the requested context is longer than `trained`, the context
+    with which the model was trained. `requested` None or 0: no warning."""
     if requested and requested > trained:
         print_message(
-            f"warning: a context of {requested} tokens is more than the {trained} the model was trained on."
+            f"warning: a context of {requested:,} tokens is more than the {trained:,} that the model was trained on."
         )

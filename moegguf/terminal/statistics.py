@@ -56,10 +56,10 @@ def statistics(
     if summary.stats.n_threads:
         lines["threads"] = str(summary.stats.n_threads)
     if (stats := summary.answer_stats).draft_passes:
-        accepted = f"{stats.accepted_tokens} of {stats.drafted_tokens} token(s) accepted ({stats.draft_acceptance:.0%})"
+        accepted = f"{stats.accepted_tokens} of {stats.drafted_tokens} accepted ({stats.draft_acceptance:.0%})"
         passes = f"{stats.draft_passes} pass" + "es" * (stats.draft_passes > 1)
         lines["drafts"] = (
-            f"{accepted}, {stats.tokens_per_draft_pass:.2f} tokens in each of {passes}"
+            f"{accepted}, {passes} of {stats.tokens_per_draft_pass:.2f} tokens"
         )
         if stats.n_experts:
             read_bytes = round(stats.bytes_per_accepted_token)

@@ -4,7 +4,6 @@ the facts."""
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moegguf.engine.cost import PROMPT_TOKENS
+from moegguf.engine.cost import PROMPT_TOKENS, format_speed
 from moegguf.models.entry import ModelEntry
 from moegguf.options import BUDGETS
 from moegguf.quantities import format_bytes, human_bytes, human_number, human_time
@@ -172,10 +171,7 @@ def _range(low: str, high: str) -> str:
 def two_digits(low: float, high: float) -> str:
     """Formats a range with two significant digits: "35,000 to 59,000", "0.31 to 0.54".
     If both ends have the same text, returns that text once."""
-    return _range(*(
-        f"{float(f'{value:.2g}'):,.{max(0, 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
-        for value in (low, high)
-    ))  # fmt: skip
+    return _range(*(format_speed(value) if value > 0 else "0" for value in (low, high)))
 
 
 def print_model(facts: Facts) -> None:
@@ -329,8 +325,10 @@ def print_estimate(facts: Facts) -> None:
     print_renderable(Text("  Why", style="bold"))
     # The plan's reasons already include the reason for its own placement.
     supposed = facts["placement"] if not plan["placement"] else None
+    reasons = Table.grid(padding=(0, 1, 0, 0))
     for reason in [*plan["reasons"], *([supposed["reason"]] if supposed else [])]:
-        print_renderable(Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
+        reasons.add_row("-", Text(reason))
+    print_renderable(Padding(reasons, (0, 0, 0, 4)))
     for warning in plan["warnings"]:
         print_renderable(
             Padding(Text(f"warning: {warning}", style="yellow"), (1, 0, 0, 2))

@@ -107,5 +107,7 @@ def _prompt(path: Path, number: int, line: str, label: str) -> Prompt:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = "".join(f"{part}: " for part in first["loc"][:1])
-        _fail(path, number, f"{key}{first['msg']}, but is {first['input']!r:.40}")
+        given = first["input"]
+        shown = "" if isinstance(given, dict) else f", but is {given!r:.40}"
+        _fail(path, number, f"{key}{first['msg']}{shown}")
     return Prompt(read.prompt, read.label or label, read.n_predict, read.completion)

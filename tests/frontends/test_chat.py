@@ -47,6 +47,18 @@ def test_stats_and_experts_commands_print_figures_and_the_residency_map(
         assert sum(letters.count(one) for one in "+█▒") == 96
 
 
+def test_experts_shows_uses_of_answers_after_its_first_call(tmp_path: Path) -> None:
+    with demo_chat(tmp_path, "--expert-cache", "100%", size=(100, 40)) as chat:
+        chat.prompt()
+        shown = chat.ask("/experts")
+        assert re.search("^0 ▒{32}$", shown, re.MULTILINE)
+        assert "Uses are counted from now on" in shown.replace("\n", " ")
+        chat.ask(QUESTION)
+        shown = chat.ask("/experts")
+        assert re.search(r"^0 .*█", shown, re.MULTILINE)
+        assert "Uses are counted" not in shown
+
+
 def test_enter_while_the_model_loads_sends_the_message(tmp_path: Path) -> None:
     with demo_chat(tmp_path) as chat:
         chat.expect("starting a worker")
@@ -66,6 +78,9 @@ def test_read_and_set_with_wrong_arguments_name_the_next_step(tmp_path: Path) ->
         )
         assert "/set system <string>" in chat.ask("/set")
         assert max(map(len, chat.ask("/set parameter").splitlines())) < 80
+        for given in ("foo", "foo 1"):
+            said = chat.ask(f"/set parameter {given}")
+            assert "unknown parameter 'foo'; known parameters: draft," in said
 
 
 def test_changed_load_parameters_reload_the_local_model(tmp_path: Path) -> None:
@@ -169,7 +184,7 @@ def test_a_chat_with_a_server_keeps_the_conversation(
     chat: Terminal, server: Server
 ) -> None:
     assert re.search(
-        rf"demo:latest: context of [\d,]+ tokens, in the server at {server.url}",
+        rf"demo:latest: takes [\d.]+MiB, context of [\d,]+ tokens, in the server at {server.url}",
         chat.text,
     )
     assert "demo:latest" in server.loaded()
@@ -225,7 +240,7 @@ def test_chat_commands_print_facts_of_the_server(
     shown = chat.ask("/experts")
     assert (
         "layers down, experts across" in shown
-        and "`moegguf top` shows its experts" in shown.replace("\n", " ")
+        and "`moegguf top` also shows which experts" in shown.replace("\n", " ")
     )
     assert "warning: model 'demo:latest' does not support thinking" in chat.ask(
         "/set think"

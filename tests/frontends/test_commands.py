@@ -17,9 +17,13 @@ from fake_hub import FakeHub, running_hub
 from servers import ROOT, Command, Server, TinyModel, completed, serving
 
 import moegguf
+from moegguf.cli.batch import _progress_text
+from moegguf.cli.model_commands import clear, library
+from moegguf.errors import ModelNotFoundError
 from moegguf.models import hub as downloads
 from moegguf.models.catalog import Catalog
 from moegguf.native.abi import ABI_VERSION
+from moegguf.serving.batch.answers import Counts
 
 
 def test_help_lists_the_commands_and_is_printed_without_arguments(
@@ -308,10 +312,31 @@ def test_doctor_prints_the_folder_beside_each_model(
     )
 
 
+def test_contexts_clear_accepts_the_name_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = {"moegguf-demo-Q4_0": list[object]()}
+    monkeypatch.setattr("moegguf.cli.model_commands._by_model", lambda: stored)
+    clear("demo")
+    assert capsys.readouterr().out.startswith("deleted 0 B")
+    with pytest.raises(ModelNotFoundError, match="no contexts of 'nosuch' are kept"):
+        clear("nosuch")
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "bench", "batch"])
+def test_help_leaves_out_the_limits_of_numbers(here: Command, command: str) -> None:
+    assert not re.search("x[<>]=", here(command, "--help").stdout)
+
+
+def test_a_batch_has_no_time_left_before_an_answer() -> None:
+    refused = Counts(failed=1)
+    assert _progress_text(refused, Counts(), 3, 0.1) == "0 of 3 answered, 1 failed"
+
+
 def test_doctor_check_answers_with_few_slots_and_prints_one_line(here: Command) -> None:
     done = here("doctor", "--check")
     assert re.fullmatch(
-        r"The expert store's bookkeeping is correct after 16 tokens of the demo model with 30% of its experts:"
+        r"The expert store's bookkeeping is correct after 16 tokens of the demo\nmodel with 30% of its experts:"
         r" [\d,]+ look-ups, [1-9][\d,]* evictions\.\n",
         done.stdout,
     )
@@ -487,9 +512,18 @@ def test_estimate_prints_speeds_on_a_device_as_predictions(
             >= 2
         )
     assert re.search(
-        r"about [\d.]+ tokens/s of a prompt and [\d.]+ of an answer|every expert fits",
+        r"about [\d.,]+ tokens/s of a prompt and [\d.,]+ of an answer|every expert fits",
         shown.stdout,
     )
+
+
+def test_estimate_with_a_device_keeps_to_the_budget_for_ram(here: Command) -> None:
+    device = "--device-memory 8GB --device-bandwidth 272GB/s --link 12.5GB/s".split()
+    found = json.loads(
+        here("estimate", "demo", "--expert-cache", "50%", *device, "--json").stdout
+    )
+    there = {each["kind"]: each for each in found["placement"]["placements"]}
+    assert there["cpu"]["tokens_per_s"] == found["cpu"]["placements"][0]["tokens_per_s"]
 
 
 Mine = Callable[..., "CompletedProcess[str]"]
@@ -787,6 +821,27 @@ def test_library_lists_models_with_sizes_and_speeds(mine: Mine) -> None:
     assert 0 < slow < fast
 
 
+@pytest.mark.parametrize("is_fluent", [True, False])
+def test_library_says_what_its_star_means(
+    is_fluent: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit = 0.0 if is_fluent else 1e9
+    monkeypatch.setattr("moegguf.terminal.facts.READING_TOKENS_PER_S", limit)
+    monkeypatch.setattr("moegguf.terminal.facts.RESERVE_BYTES", 0)
+    library("olmoe")
+    said = capsys.readouterr()
+    assert "olmoe:7b *" in said.out
+    assert ("* fits best" in said.err) == is_fluent
+
+
+@pytest.mark.parametrize("command", ["list", "library"])
+def test_a_prefix_of_no_name_gets_a_message_instead_of_a_table(
+    mine: Mine, command: str
+) -> None:
+    done = mine(command, "nosuch")
+    assert not done.stdout and "begins with 'nosuch'" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -848,6 +903,16 @@ ERRORS = [
         1,
         "https://huggingface.co/models?library=gguf&search=llama3.2",
     ),
+    *(
+        (
+            f"{command} llama3.2{prompt}",
+            1,
+            "hf.co/bartowski/Llama-3.2-3B-Instruct-GGUF (a name",
+        )
+        for command, prompt in (("run", " hi"), ("pull", ""))
+    ),
+    ("rm llama3.2", 1, "there is no model named 'llama3.2'. `moegguf list`"),
+    ("pull demo", 1, "'demo' ships with moegguf"),
     ("contexts clear", 2, "or --all, but neither is given"),
     ("contexts clear demo --all", 2, "'demo' and --all are both given"),
     ("help frobnicate", 2, "no such command 'frobnicate'"),

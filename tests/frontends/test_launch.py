@@ -149,6 +149,16 @@ def test_launch_with_a_missing_program_or_a_path_names_the_next_step(
     assert done.returncode == 1 and "moegguf create" in done.stderr
 
 
+def test_settings_for_a_model_that_the_server_lacks_come_with_a_warning(
+    here: Command, server: Server
+) -> None:
+    ask = ("launch", "claude", "--config", "-m")
+    done = here(*ask, "nosuch", MOEGGUF_HOST=server.url)
+    assert done.returncode == 0 and "has no model named 'nosuch'" in done.stderr
+    assert not here(*ask, "demo", MOEGGUF_HOST=server.url).stderr
+    assert not here(*ask, "nosuch").stderr  # no server is running
+
+
 def test_launch_uses_the_models_of_a_server_with_other_folders(
     here: Command, server: Server, programs: str, tmp_path: Path
 ) -> None:

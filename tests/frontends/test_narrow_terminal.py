@@ -72,6 +72,6 @@ def test_an_error_breaks_between_words_on_a_terminal(tmp_path: Path) -> None:
     ) as terminal:
         assert terminal.exit_code() == 1
         lines = terminal.text.splitlines()
-    assert lines[0] == "error: there is no model named 'nothing-like-this'; models"
+    assert lines[0] == "error: there is no model named 'nothing-like-this'. `moegguf"
     assert any("huggingface.co/models?library=gguf&search=" in line for line in lines)
     assert " `moegguf list` " in f" {' '.join(line.strip() for line in lines)} "

@@ -203,6 +203,16 @@ def test_the_client_gets_an_answer_by_a_schema_and_embeddings(
     assert len(client.embed("demo", [ASKED, "Who are you?"]).embeddings) == 2
 
 
+def test_a_refused_delete_keeps_the_model_loaded(server: Server) -> None:
+    server.call("/api/generate", {"model": "demo"})
+    loaded = server.call("/api/ps").json
+    refused = server.call("/api/delete", {"model": "demo"}, method="DELETE")
+    assert refused.status == 400 and "ships with moegguf" in refused.text
+    assert (
+        server.call("/api/ps").json["models"][0]["name"] == loaded["models"][0]["name"]
+    )
+
+
 def test_models_are_copied_and_deleted_and_unknown_ones_get_errors(
     client: ollama.Client, server: Server
 ) -> None:

@@ -409,6 +409,17 @@ def test_a_second_copy_of_a_loaded_model_prints_a_note(
     assert words not in here(*ASKED, MOEGGUF_HOST=unused.url).stderr
 
 
+def test_a_context_beyond_training_gets_a_warning_here_and_in_a_server(
+    here: Command, unused: Server
+) -> None:
+    for place in ((), ("--local",)):
+        done = here(*ASKED, "--ctx", 4096, *place, MOEGGUF_HOST=unused.url)
+        assert (
+            "a context of 4,096 tokens is more than the 2,048 that the model was trained on"
+            in done.stderr
+        )
+
+
 def test_errors_of_the_server_end_run_with_code_1(
     here: Command, unused: Server
 ) -> None:

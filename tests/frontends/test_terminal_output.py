@@ -356,6 +356,20 @@ def test_a_frame_of_top_shows_figures_now_and_since_load() -> None:
     assert len([line for line in lines if re.match(r"[0-5] \S{32}$", line)]) == 6
 
 
+@pytest.mark.parametrize(
+    ("width", "rest"),
+    [
+        (80, "busy · 2 waiting · 76 MB · 4,096 tokens of context · never expires"),
+        (75, "busy · 2 waiting · 4,096 tokens of context · never expires"),
+        (60, "busy · 2 waiting · 4,096 tokens of context"),
+        (40, "busy · 2 waiting"),
+        (20, "busy"),
+    ],
+)
+def test_top_leaves_out_parts_of_a_title_that_do_not_fit(width: int, rest: str) -> None:
+    assert frame(models_of("demo:latest"), width, 24)[2] == f"demo:latest  {rest}"
+
+
 def test_a_frame_of_two_tiers_has_a_line_each_and_a_map_of_three_places() -> None:
     line = line_of(10)
     line["state"] = base64.b64encode(bytes(i % 4 for i in range(192))).decode()
@@ -402,6 +416,7 @@ def test_a_frame_of_two_tiers_has_a_line_each_and_a_map_of_three_places() -> Non
         ]
         assert any("in RAM (some, all)" in text for text in lines)
         assert height is None or len(lines) <= height
+        assert "…" not in "".join(frame(models, 80, height))
     found = models["demo:latest"].snapshot
     assert found is not None and maps_of(found)[0][0, :4].tolist() == [0, 1, 2, 3]
 

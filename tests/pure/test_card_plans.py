@@ -215,7 +215,7 @@ def test_saved_hit_rate_counts_for_about_the_same_share_of_slots(
     assert (
         found is not None
         and found.chosen.kind == "layers"
-        and "and of answers here" in found.reason
+        and "corrected by answers on this machine" in found.reason
     )
     curve = HitRates.of(layout).curve()
     assert (

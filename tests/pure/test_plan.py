@@ -528,7 +528,7 @@ def test_range_at_returns_published_rates_or_measured_ones_below_belady(
     half = known.range_at(48)
     assert (
         "not measured on this model" in half.basis
-        and "other shapes: OLMoE (colibri#1092)" in half.basis
+        and "other shapes: OLMoE (reported by JustVugg/colibri)" in half.basis
     )
     assert half.low < typical_hit_rate(layout, 48) < half.high
     measured = Measured(
@@ -548,7 +548,7 @@ def test_range_at_returns_published_rates_or_measured_ones_below_belady(
 
 def test_expect_prefers_rates_published_for_the_models_shape(tmp_path: Path) -> None:
     found = HitRates(layout_of(tmp_path, n_layer=2, n_expert=128, n_used=8)).expect(64)
-    assert "of its shape: Qwen3-30B-A3B (kekzl/imp#1359)" in found.basis
+    assert "of its shape: Qwen3-30B-A3B (reported by kekzl/imp)" in found.basis
     curve = next(curve for curve in PUBLISHED if curve.n_expert == 128)
     assert found.hit_low == found.hit_high == interpolate(curve.rates, 0.25)
 

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from moegguf.errors import ModelFormatError
 from moegguf.gguf.reader import read_gguf
-from moegguf.models.catalog import Catalog
+from moegguf.models.catalog import Catalog, check_removable
 from moegguf.models.details import details, parameters_of
 from moegguf.models.entry import Details, ModelEntry, PullStatus
 from moegguf.models.pull import pull as fetch
@@ -134,7 +134,8 @@ def _loaded_object(
 
     `size` is the model's memory in bytes, and `size_vram` the part of it on GPUs.
     `expert_share` is the larger of two shares: the experts that fit into the slots on
-    GPUs, and the experts that fit into the slots in RAM.
+    GPUs, and the experts that fit into the slots in RAM. `expert_share` is
+    null for a model without experts.
 
     prompt_tokens: {where prompt tokens came from ("computed", "memory" or "disk"):
     their number}.
@@ -155,7 +156,7 @@ def _loaded_object(
         model.cache_bytes["RAM"],
         model.cache_bytes["VRAM"] - staging_bytes,
     )
-    share = max(in_ram / all_in_ram, on_gpus / all_on_gpus) if all_in_ram else 1.0
+    share = max(in_ram / all_in_ram, on_gpus / all_on_gpus) if all_in_ram else None
     return {
         "name": loaded.name,
         "model": loaded.name,
@@ -167,7 +168,7 @@ def _loaded_object(
         "context_length": model.n_ctx,
         "moe": {
             **moe_object(model.stats),
-            "expert_share": min(1.0, round(share, 6)),
+            "expert_share": share and min(1.0, round(share, 6)),
             "prompt_tokens": dict(prompt_tokens),
             "last_answer": {
                 "eval_count": model.last_answer_tokens,
@@ -271,6 +272,7 @@ async def _delete(request: HttpRequest) -> Response:
     body = await read_body(request, ModelBody)
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model, even_missing=True)
+    check_removable(entry)
     await state.manager.unload(entry.name)
     await asyncio.to_thread(state.catalog.remove, entry.name)
     return Response()

@@ -69,6 +69,7 @@ export class Panel {
 
   show(snapshot) {
     const { stats, layers, busy, loaded, tokens_per_s: speed } = snapshot, tiers = stats.tiers ?? [];
+    document.body.classList.toggle("dense", !layers.length);
     at("map-note").textContent = layers.length ? "" : "This model has no experts.";
     if (layers.length) this.map.update(snapshot);
     const all = this.map.count(), where = all ? this.where(tiers) : "";
