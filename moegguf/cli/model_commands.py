@@ -198,12 +198,16 @@ def push(model: Name, insecure: Insecure = False) -> None:
 
 
 DEVICE_FLAGS = (
-    Flag("--device-memory", "SIZE", "Memory of a device to predict for, such as 24GB."),
+    Flag(
+        "--device-memory",
+        "SIZE",
+        "Free memory of a device to predict for, such as 24GB.",
+    ),
     Flag("--device-bandwidth", "SIZE/s", "Bandwidth of that memory, such as 448GB/s."),
     Flag(
         "--link",
         "SIZE/s[,LATENCY]",
-        "Link between host and device. 24GB/s: PCIe 4 x16.",
+        "Link to the device (24GB/s: PCIe 4 x16); LATENCY: a stop at a layer.",
     ),
 )
 

@@ -22,7 +22,7 @@ from moegguf.engine.cost import (
 from moegguf.engine.learnt import learnt_facts
 from moegguf.engine.load import plan_here, read_model
 from moegguf.engine.load_spec import LoadSpec
-from moegguf.engine.plan import PlacementPlan, Plan, slot_bytes
+from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.solver import make_plan, predict
 from moegguf.engine.speeds import expert_read_speed
 from moegguf.errors import ModelNotFoundError, OptionError
@@ -128,7 +128,7 @@ class SupposedDevice:
     """A hypothetical GPU, which this machine need not have. `moegguf estimate` predicts
     the speed of a model with this GPU."""
 
-    memory_bytes: int
+    memory_bytes: int  # memory that is free before the model is loaded
     memory_bytes_per_s: float  # memory bandwidth
     link: Link  # link between the GPU and RAM
 
@@ -184,7 +184,7 @@ def estimate_model(
         budgets: Facts = {**spec.budgets.texts}
         if not (plan.placement or plan.on_device):
             budgets[BUDGETS["VRAM"]] = None
-        placed, hit_rates = plan.placement, _hit_rates(layout, is_here)
+        placed, hit_rates = plan, _hit_rates(layout, is_here)
         memory_bytes_per_s = _memory_speed()
         on_cpu = Speeds.of_cpu(
             memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s
@@ -193,7 +193,11 @@ def estimate_model(
         # context length of the plan for this machine.
         if device:
             there = machine.Device(
-                "the device", 0, device.memory_bytes, device.memory_bytes
+                "GPU0",
+                0,
+                device.memory_bytes,
+                device.memory_bytes,
+                margin_bytes=machine.OWN_MARGIN_BYTES,
             )
             ample = machine.Machine(
                 machine.Memory(1 << 62, 1 << 62, "what is supposed"), devices=(there,)
@@ -210,7 +214,7 @@ def estimate_model(
                 flash_attn=spec.flash_attn,
                 budgets=spec.budgets,
             )
-            placed = make_plan(layout, ample, free, speeds, hit_rates.curve()).placement
+            placed = make_plan(layout, ample, free, speeds, hit_rates.curve())
         return {
             "name": layout.name,
             "path": _shown_path(entry, is_here),
@@ -292,13 +296,17 @@ def _cpu_placements(
     }
 
 
-def _placement(plan: PlacementPlan | None) -> Facts | None:
+def _placement(plan: Plan) -> Facts | None:
     """Returns the placements of experts that the plan compared, their predicted speeds,
-    and the reason for the choice. Returns None if the plan compared none."""
-    if plan is None:
+    the reason for the choice, and the reasons why other placements do not fit. Returns
+    None if the plan compared none."""
+    if (placed := plan.placement) is None:
         return None
-    return asdict(plan) | {
-        "placements": [asdict(each) | {"text": str(each)} for each in plan.placements]
+    return asdict(placed) | {
+        "placements": [
+            asdict(each) | {"text": str(each)} for each in placed.placements
+        ],
+        "refused": [reason for reason in plan.reasons if reason.startswith("not ")],
     }
 
 

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moegguf.engine.cost import PROMPT_TOKENS, format_speed
+from moegguf.engine.cost import DEVICE_NODE_S, PROMPT_TOKENS, format_speed
 from moegguf.models.entry import ModelEntry
 from moegguf.options import BUDGETS
 from moegguf.quantities import format_bytes, human_bytes, human_number, human_time
@@ -325,8 +325,9 @@ def print_estimate(facts: Facts) -> None:
     print_renderable(Text("  Why", style="bold"))
     # The plan's reasons already include the reason for its own placement.
     supposed = facts["placement"] if not plan["placement"] else None
+    about = [supposed["reason"], *supposed["refused"]] if supposed else []
     reasons = Table.grid(padding=(0, 1, 0, 0))
-    for reason in [*plan["reasons"], *([supposed["reason"]] if supposed else [])]:
+    for reason in [*plan["reasons"], *about]:
         reasons.add_row("-", Text(reason))
     print_renderable(Padding(reasons, (0, 0, 0, 4)))
     for warning in plan["warnings"]:
@@ -446,7 +447,9 @@ def _speed_rows(placement: Facts) -> Iterator[Row]:
         f"{speeds[f'{name}_bytes_per_s'] / 1e9:.3g} GB/s"
         for name in ("device", "cpu", "disk")
     )
-    link = f"{speeds['copies']['bytes_per_s'] / 1e9:.3g} GB/s, {speeds['copies']['latency_s'] * 1e6:.0f} us a layer"
+    link = f"{speeds['copies']['bytes_per_s'] / 1e9:.3g} GB/s"
+    if latency_s := speeds["copies"]["latency_s"]:
+        link += f", {latency_s * 1e6:.0f} us a layer"
     to_cpu = f"{speeds['cpu_layer_s'] * 1e6:.0f} us to the CPU and back"
     yield (
         "memory for experts",
@@ -456,6 +459,12 @@ def _speed_rows(placement: Facts) -> Iterator[Row]:
     yield "kernels", f"{device} on the device, {cpu} on the CPU", speeds["source"]
     yield "copies", link, f"disk {disk}"
     yield "a stop at a layer", f"{speeds['stop_s'] * 1e6:.0f} us", to_cpu
+    is_assumed = speeds["device_node_s"] == DEVICE_NODE_S
+    yield (
+        "a small operation",
+        f"{speeds['device_node_s'] * 1e6:.2g} us on the device, {speeds['cpu_node_s'] * 1e6:.2g} us on the CPU",
+        "assumed, from speeds of an H100 and an H200" if is_assumed else "",
+    )
 
 
 def _expectation_rows(facts: Facts) -> Iterator[Row]:

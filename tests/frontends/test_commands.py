@@ -447,7 +447,7 @@ def test_estimate_uses_the_same_speeds_and_hit_rate_in_both_tables(
 ) -> None:
     device = (
         "--device-memory",
-        "1.01GiB",
+        "394MiB",
         "--device-bandwidth",
         "448GB/s",
         "--link",
@@ -477,14 +477,15 @@ def test_estimate_prints_speeds_on_a_device_as_predictions(
 ) -> None:
     device = (
         "--device-memory",
-        "1.002GiB",
+        "386MiB",
         "--device-bandwidth",
         "448GB/s",
         "--link",
-        "24GB/s,35us",
+        "24GB/s,30us",
     )
     shown = here("estimate", tiny(), *device, "--ctx", 512)
     assert shown.returncode == 0, shown.stderr
+    assert re.search("copies +24 GB/s  .*\n +a stop at a layer +30 us", shown.stdout)
     assert (
         "predicted from speeds given for the device" in shown.stdout
         and "tokens/s" in shown.stdout

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import answers_together, ask, endless
-from own_process import in_new_process
+from own_process import in_new_process, in_own_process
 from rpc_device import on_servers
 from running import (
     Llama,
@@ -262,6 +262,44 @@ def test_one_arena_copies_an_expert_at_once(
     (n_apart, n_experts, apart), (n_together, n_misses, together) = found
     assert n_misses == n_experts > 0 and np.array_equal(apart, together)
     assert 1.5 * n_experts <= n_apart - n_together <= 2 * n_experts
+
+
+def launches_after_resizes(path: Path) -> None:
+    """Asserts that a resize of one model's pool makes only this model's graphs
+    invalid."""
+    [device] = strict_devices(1)
+    options = OPTIONS | {
+        "vram_cache": share_for(path, 24, device),
+        "expert_cache": "100%",
+        "placement": "slots",
+    }
+    store = StoreOptions(device=device, staging=0)
+    with (
+        Llama(path, store=store, **options) as other,
+        Llama(path, store=store, **options) as llm,
+    ):
+
+        def n_new_graphs() -> int:
+            """Decodes a token with `llm`. Returns the number of launches that did not
+            replay an earlier launch."""
+            before = link_figures(device)
+            llm.eval([5])
+            after = link_figures(device)
+            assert after.fault == "" and after.launches > before.launches
+            return after.launches - before.launches - (after.replays - before.replays)
+
+        other.eval([5])
+        for _ in range(8):
+            llm.eval([5])
+        assert n_new_graphs() == 0
+        other.session.store.resize(20)
+        assert n_new_graphs() == 0
+        llm.session.store.resize(20)
+        assert n_new_graphs() > 0
+
+
+def test_a_resize_keeps_the_graphs_of_another_model(tiny: TinyModel) -> None:
+    in_own_process(launches_after_resizes, tiny())
 
 
 # Prediction in the graph

@@ -30,9 +30,9 @@ OPTIONS: dict[str, Any] = {
 }
 N_UBATCH = 64
 
-# Numbers of tokens in a pass. Some are near the widest pass of matrix-vector kernels (4
-# or 8), others near the tile sizes of matrix kernels (16 or 32).
-BATCHES = (1, 2, 4, 8, 9, 16, 32, 33)
+# Numbers of tokens in a pass. Some are near the widest pass of matrix-vector kernels (4,
+# 5 or 8), others near the tile sizes of matrix kernels (16 or 32).
+BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32, 33)
 TINY = [name for name in PRESETS if name.startswith("tiny-")]
 
 
@@ -186,8 +186,13 @@ def test_every_quantisation_with_shared_experts_gives_the_gpus_logits(
 
 
 @pytest.mark.parametrize("size", ["least", "40%", "all but one"])
-@pytest.mark.parametrize("preset", TINY)
-@pytest.mark.parametrize("quant", ["q4_0", "q4_k_m"])
+@pytest.mark.parametrize(
+    ("preset", "quant"),
+    [
+        *((preset, quant) for quant in ("q4_0", "q4_k_m") for preset in TINY),
+        ("tiny-gpt-oss", "mxfp4"),
+    ],
+)
 def test_every_architecture_gives_the_gpus_own_logits(
     tiny: TinyModel, plain: Plain, device: Device, preset: str, quant: str, size: str
 ) -> None:

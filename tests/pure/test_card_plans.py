@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from moegguf.engine.cost import HitRates, Speeds
+from moegguf.engine.cost import HitRates, ModelBytes, Speeds, slots_s
 from moegguf.engine.load import plan_load
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory
+from moegguf.engine.memory import kv_bytes
 from moegguf.engine.pinning import note_pinning
 from moegguf.engine.plan import Plan, divide_slots, slot_bytes
 from moegguf.engine.run_hits import RunHits, read_run_hits
@@ -20,7 +21,9 @@ from moegguf.engine.speeds import cpu_pool_bytes
 from moegguf.engine.stats import Stats
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.quantities import GIB, MIB, Link
-from tools.gpu.short_plan import CARD, SHALLOW
+from moegguf.terminal.facts import SupposedDevice, estimate_model
+from tools.gpu.measure import n_cpu_moe
+from tools.gpu.short_plan import CARD, SHALLOW, steps
 from tools.models import PRESETS, write_sparse_model
 
 GB = 10**9
@@ -74,20 +77,63 @@ def plan(
 
 
 @pytest.mark.parametrize(
-    ("name", "n_bytes", "share"),
+    ("name", "n_bytes", "share", "of_default_context"),
     [
-        ("qwen1.5-moe-a2.7b", 8 * GB, 0.63),
-        ("qwen3-30b-a3b", 8 * GB, 0.31),
-        ("qwen3-30b-a3b", 16 * GB, 0.76),
+        ("qwen1.5-moe-a2.7b", 8 * GB, 63.3, 57.1),
+        ("qwen3-30b-a3b", 8 * GB, 31.2, 28.9),
+        ("qwen3-30b-a3b", 16 * GB, 76.8, 69.8),
     ],
 )
-def test_plan_of_an_unused_card_has_slots_for_the_expected_share(
-    layouts: Layouts, name: str, n_bytes: int, share: float
+def test_plan_of_an_unused_card_has_slots_for_the_documented_share(
+    layouts: Layouts, name: str, n_bytes: int, share: float, of_default_context: float
 ) -> None:
     layout = layouts(name)
-    found = plan(layout, card(n_bytes), placement="slots")
-    assert found.n_slots >= share * layout.n_expert_total
-    assert found.total_bytes <= n_bytes - 384 * MIB
+    for n_ctx, percent in ((2048, share), (None, of_default_context)):
+        found = plan(layout, card(n_bytes), placement="slots", n_ctx=n_ctx)
+        assert round(100 * found.n_slots / layout.n_expert_total, 1) == percent
+        assert found.total_bytes <= n_bytes - 384 * MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_bytes_per_s", "share", "measured"),
+    [
+        ("qwen3-30b-a3b", 4800e9, 0.23, 95),  # H200
+        ("qwen3-30b-a3b", 4800e9, 0.65, 133),
+        ("qwen3-30b-a3b", 4800e9, 1.0, 220),
+        ("qwen3-30b-a3b", 3350e9, 1.0, 227),  # H100
+        ("qwen1.5-moe-a2.7b", 3350e9, 1.0, 307),
+    ],
+)
+def test_supposed_speeds_predict_about_the_measured_answer_speed(
+    layouts: Layouts,
+    name: str,
+    memory_bytes_per_s: float,
+    share: float,
+    measured: float,
+) -> None:
+    layout = layouts(name)
+    hit_rate = HitRates(layout).curve().at(share)
+    supposed = Speeds.supposed(memory_bytes_per_s, Link(50e9), 60e9)
+    seconds = slots_s(
+        ModelBytes.of(layout, kv_bytes(layout, 2048) // 2), supposed, hit_rate
+    )
+    assert 1 / seconds == pytest.approx(measured, rel=0.25)
+
+
+def test_estimate_plans_a_supposed_card_like_an_unused_one(layouts: Layouts) -> None:
+    layout = layouts("qwen1.5-moe-a2.7b")
+    path = str(layout.shards[0].path)
+    found = plan(layout, card(8 * GB), placement="slots")
+    for memory, kinds in (("8GB", {"slots", "layers", "cpu"}), ("1.4GB", {"cpu"})):
+        device = SupposedDevice.parse(memory, "3300GB/s", "50GB/s,30us")
+        placement = estimate_model(path, {"n_ctx": 2048}, device)["placement"]
+        bytes_of = {
+            each["kind"]: each["slot_bytes"] for each in placement["placements"]
+        }
+        assert bytes_of.keys() == kinds
+        assert bytes_of.get("slots", found.budget_bytes) == found.budget_bytes
+        refused = {reason.partition(":")[0] for reason in placement["refused"]}
+        assert refused == {f"not {kind}" for kind in {"slots", "layers"} - kinds}
 
 
 @pytest.mark.parametrize(
@@ -146,6 +192,15 @@ def test_caches_of_the_short_run_give_the_named_shares_of_experts_a_slot(
         assert found.n_slots / layout.n_expert_total == pytest.approx(
             share / 100, abs=0.005
         )
+
+
+def test_short_run_compares_three_numbers_of_layers_on_the_cpu(
+    layouts: Layouts, tmp_path: Path
+) -> None:
+    layout = layouts("qwen1.5-moe-a2.7b")
+    (step,) = (step for step in steps(CARD, tmp_path, 16) if step.name == "Q2")
+    cases = [part.case for part in step.parts if part.name.startswith("llama.cpp")]
+    assert [n_cpu_moe(case, layout) for case in cases if case] == [7, 6, 5]
 
 
 def test_plan_counts_embeddings_and_host_bytes_only_in_ram(layouts: Layouts) -> None:

@@ -406,8 +406,15 @@ def test_short_run_table_has_predictions_beside_medians() -> None:
             "Q3/65 %/1": answered(
                 250.0,
                 tokens=[7, 8, 1],
-                predicted={"slots": 300.4},
+                placement="slots",
+                predicted={"slots": 300.4, "cpu": 20, "chosen": 300.4},
+                predicted_prompts={"slots": 4000, "cpu": 90, "chosen": 4000},
+                complete=False,
                 steady={"VRAM": {"hit_rate": 0.98, "bytes_per_token": 50e6}},
+                prompt={
+                    "VRAM": {"hit_rate": 0.6},
+                    "store": {"stall_ns_per_token": 2e3},
+                },
             ),
         },
     )
@@ -432,8 +439,11 @@ def test_short_run_table_has_predictions_beside_medians() -> None:
         "answer, t/s|250",
         "hits|0.98",
         "MB a token|50",
+        "hits in prompts|0.6",
+        "every expert has a slot (1) or not (0)|0",
+        "store, stall a prompt token, us|2",
         "tokens as of llama.cpp, resident|2",
-        "planner: slots 300",
+        "planner: slots of these, prompt and answer, t/s: slots 4000 and 300, cpu 90 and 20",
         "23 %|not reached",
     ]
 

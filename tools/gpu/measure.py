@@ -238,15 +238,23 @@ def slots_share(llm: Llama) -> float | None:
     return float(info["n_slots_usable"] / info["n_experts"])
 
 
-def predictions(llm: Llama) -> dict[str, float]:
-    """Returns the predicted tokens per second for each placement and for the "chosen"
-    one. Empty if the plan compared no placements.
+def predictions(llm: Llama) -> dict[str, Any]:
+    """Returns the chosen placement. Also returns the predicted tokens per second of
+    answers and of prompts, for each placement and for the "chosen" one. Empty if the
+    plan compared no placements.
     """
     decided = getattr(llm.plan, "placement", None) if llm.session is not None else None
     if decided is None:
         return {}
-    every = {placement.kind: placement.tokens_per_s for placement in decided.placements}
-    return every | {"chosen": decided.chosen.tokens_per_s}
+    every = {each.kind: each for each in decided.placements}
+    every["chosen"] = decided.chosen
+    return {
+        "placement": decided.chosen.kind,
+        "predicted": {kind: each.tokens_per_s for kind, each in every.items()},
+        "predicted_prompts": {
+            kind: each.prompt_tokens_per_s for kind, each in every.items()
+        },
+    }
 
 
 def device_of(case: Case) -> str:
@@ -271,7 +279,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
             "load_s": time.perf_counter() - start,
             "n_cpu_moe": len(llm._overrides) - 1 if isinstance(llm, Upstream) else None,
             "reasons": list(plan.reasons) if plan else [],
-            "predicted": predictions(llm),
+            **predictions(llm),
             "n_ubatch": plan.n_ubatch if plan else case.n_ubatch,
             "slots_share": slots_share(llm),
         }

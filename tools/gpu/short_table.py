@@ -42,7 +42,9 @@ def figures_of(part: Part, outcome: Outcome) -> dict[str, float]:
         return dict(values)
     if part.kind != "measure":
         return {}
-    device = values.get("steady", {}).get("VRAM", {})
+    device, prompts = (
+        values.get(timed, {}).get("VRAM", {}) for timed in ("steady", "prompt")
+    )
     found = {
         ANSWER: values.get("steady_tokens_per_s"),
         PROMPT: values.get("prompt_tokens_per_s"),
@@ -52,14 +54,18 @@ def figures_of(part: Part, outcome: Outcome) -> dict[str, float]:
         "tokens in a pass, at most": values.get("n_ubatch"),
         "hits": device.get("hit_rate"),
         "MB a token": _scaled(device.get("bytes_per_token"), 1e-6),
+        "hits in prompts": prompts.get("hit_rate"),
+        "MB a prompt token": _scaled(prompts.get("bytes_per_token"), 1e-6),
+        "every expert has a slot (1) or not (0)": values.get("complete"),
         "load, s": values.get("load_s"),
     }
-    for place, counted in values.get("steady", {}).items():
-        for name, (what, factor, unit) in COUNTERS.items():
-            figure = f"{place}, {what} a token{unit}"
-            value = counted.get(f"{name}_per_token")
-            if value or (value is not None and figure in part.predicted):
-                found[figure] = value * factor
+    for timed, token in (("steady", "token"), ("prompt", "prompt token")):
+        for place, counted in values.get(timed, {}).items():
+            for name, (what, factor, unit) in COUNTERS.items():
+                figure = f"{place}, {what} a {token}{unit}"
+                value = counted.get(f"{name}_per_token")
+                if value or (value is not None and figure in part.predicted):
+                    found[figure] = value * factor
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -213,12 +219,19 @@ def _rows(
 
 
 def _planned(turns: Sequence[Outcome]) -> Iterator[str]:
-    """Yields one line with the speeds that moegguf's planner predicted, from the first
-    turn that recorded them."""
+    """Yields one line with the placement that moegguf's planner chose, and the speeds
+    that it predicted, from the first turn that recorded them."""
     for turn in turns:
-        if predicted := turn.get("values", {}).get("predicted"):
-            yield "planner: " + ", ".join(
-                f"{kind} {speed:.0f}" for kind, speed in predicted.items()
+        values = turn.get("values", {})
+        if predicted := values.get("predicted"):
+            speeds = (
+                f"{kind} {values['predicted_prompts'][kind]:.0f} and {speed:.0f}"
+                for kind, speed in predicted.items()
+                if kind != "chosen"
+            )
+            yield (
+                f"planner: {values['placement']} of these, prompt and answer, t/s:"
+                f" {', '.join(speeds)}"
             )
             return
 
