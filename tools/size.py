@@ -44,7 +44,7 @@ TOKEN_LIMITS = {
     "moegguf/native": 8_130,
     "moegguf/server": 37_800,
     "moegguf/serving": 26_800,
-    "moegguf/terminal": 9_250,
+    "moegguf/terminal": 9_450,
     "moegguf/testing": 670,
     "moegguf/trace": 18_850,
     "predictors": 43_850,
