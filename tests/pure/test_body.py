@@ -230,6 +230,6 @@ def test_find_puts_the_hint_of_an_unknown_name_into_brackets_without_its_full_st
 ):
     with pytest.raises(
         HttpError,
-        match=r"^model 'nobody' not found, try pulling it first \(models of .* from\)$",
+        match=r"^model 'nobody' not found, try pulling it first \(Models of .* from\)$",
     ):
         find(Catalog(), "nobody")
