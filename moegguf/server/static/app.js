@@ -66,7 +66,8 @@ function showModel({ name, details, capabilities }) {
 function fields(conversation) {
   const { system } = conversation.settings;
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...conversation.sent];
-  return { model: models.name, messages, ...requestFields(conversation.settings, models) };
+  // After a reload, the list of models may not have arrived yet.
+  return { model: models.selected?.name ?? conversation.model, messages, ...requestFields(conversation.settings, models) };
 }
 
 async function send(content, attached) {
