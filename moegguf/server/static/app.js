@@ -66,7 +66,7 @@ function showModel({ name, details, capabilities }) {
 function fields(conversation) {
   const { system } = conversation.settings;
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...conversation.sent];
-  // After a reload, the list of models may not have arrived yet.
+  // The page shows a conversation before it knows the list of models.
   return { model: models.selected?.name ?? conversation.model, messages, ...requestFields(conversation.settings, models) };
 }
 
