@@ -356,8 +356,8 @@ def is_off(measured: float, predicted: float) -> bool:
 def format_speed(number: float) -> str:
     """Returns tokens per second as text with two significant digits: "0.52", "4.6",
     "38", "1,200"."""
-    digits = max(0, 1 - math.floor(math.log10(number)))
-    return f"{float(f'{number:.2g}'):,.{digits}f}"
+    rounded = float(f"{number:.2g}")  # 9.96 becomes 10, which has no decimal place
+    return f"{rounded:,.{max(0, 1 - math.floor(math.log10(rounded)))}f}"
 
 
 def request_cost(
