@@ -182,10 +182,15 @@ class KvSequences:
 
     def shift(self, sequence: Sequence) -> None:
         """Drops the older half of a sequence's tokens after the first `num_keep`, if
-        its context is almost full and the sequence may shift. If the sequence must be
-        processed alone or the context has a single place, the cells of the later tokens
-        are moved. Otherwise these tokens are re-evaluated, because other sequences may
-        share their cells at the old positions."""
+        its context is almost full and the sequence may shift.
+
+        If the sequence must be processed alone or the context has a single place, the
+        cells of the later tokens are moved, if the model allows this. Otherwise the
+        next steps evaluate these tokens again, because other sequences may share their
+        cells at the old positions. The first `num_keep` tokens are also evaluated again
+        if the model's state cannot go back to them, or if the sequence must not reuse
+        tokens of earlier passes (`Sequence.reuses_prefix`).
+        """
         kv = sequence.place
         if not sequence.shifts or len(kv.tokens) < sequence.n_ctx - 1:
             return
@@ -198,12 +203,13 @@ class KvSequences:
         n_keep = min(n_keep, sequence.n_ctx - MIN_SHIFTED)
         n_dropped = (len(kv.tokens) - n_keep) // 2
         del sequence.context[n_keep : n_keep + n_dropped]
-        if sequence.alone or len(self._all) == 1:
-            self._llm.context.shift(n_keep, n_dropped)
+        context = self._llm.context
+        if context.can_shift and (sequence.alone or len(self._all) == 1):
+            context.shift(n_keep, n_dropped)
             del kv.tokens[n_keep : n_keep + n_dropped]
             kv.n_clean = n_keep
         else:
-            self.truncate(kv, n_keep)
+            self.truncate(kv, n_keep if sequence.reuses_prefix else 0)
         sequence.summary.n_shifts += 1
 
     # Contexts on disk

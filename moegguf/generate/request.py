@@ -134,9 +134,8 @@ class Request:
     # dropped instead, but no system message and not the user's last message.
     truncate: bool = True
     # True: when an answer fills the context, the older half of the tokens after
-    # `num_keep` is dropped. This needs a model that can shift its context, and a prompt
-    # without images. If `truncate` is True as well, a message or prompt that is still
-    # too long is cut.
+    # `num_keep` is dropped, unless the prompt has images. If `truncate` is True as
+    # well, a message or prompt that is still too long is cut.
     shift: bool = True
     # If True and the last message is the assistant's, the answer continues it.
     continue_final_message: bool = True

@@ -176,7 +176,7 @@ class Sequence:
             return
         self.summary.cut_messages = prompt.cut_messages
         self.summary.cut_tokens = prompt.cut_tokens
-        self.shifts = request.shift and llm.context.can_shift and prompt.images is None
+        self.shifts = request.shift and prompt.images is None
         self.n_ctx = request.sampling.context_within(llm.n_ctx())
         self.limit = (
             MAX_CONTEXTS * self.n_ctx
@@ -228,14 +228,15 @@ class Sequence:
     def alone(self) -> bool:
         """True if the sequence must be processed alone: if it has images, or if it has
         `exact` and other sequences could change bits of the answer. This is possible if
-        the model is not batch-invariant or if the context may shift. A shift moves
-        cells if the sequence is processed alone. In a context with several places, it
-        otherwise re-evaluates tokens, which rounds differently."""
+        the model is not batch-invariant or if a shift may move cells. A shift moves
+        cells if the model allows this and the sequence is processed alone. In a context
+        with several places, a shift otherwise re-evaluates tokens, which rounds
+        differently."""
         if self.prompt.images is not None:
             return True
         may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self.n_ctx
         return self.request.sampling.exact and (
-            may_shift or not self._llm.batch_invariant
+            (may_shift and self._llm.context.can_shift) or not self._llm.batch_invariant
         )
 
     @property

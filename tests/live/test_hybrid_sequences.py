@@ -392,6 +392,100 @@ def test_a_stop_string_within_a_draft_leaves_a_state_to_continue(
     )
 
 
+N_FULL = 96  # tokens of a full context in the tests of shifts
+# A logit bias for a few tokens, so that the text repeats and n-grams draft.
+FEW = dict.fromkeys(range(100, 106), 1000.0)
+
+
+def continued(
+    llm: Llama, tokens: Sequence[int], n_new: int, n_keep: int
+) -> tuple[list[TokenLogprob], list[list[int]]]:
+    """Returns the logprobs of an answer of `n_new` tokens that continues beyond a full
+    context, and the tokens of each full context.
+
+    At each shift, a new prompt has the tokens that remain. `n_keep` tokens are kept.
+    """
+    context, logprobs, contexts = [*tokens], list[TokenLogprob](), list[list[int]]()
+    while len(logprobs) < n_new:
+        if contexts:
+            del context[n_keep : n_keep + (N_FULL - 1 - n_keep) // 2]
+        n = min(n_new - len(logprobs), N_FULL - len(context))
+        found = solo(llm, of_tokens(llm, context, max_tokens=n, logit_bias=FEW))
+        logprobs += found
+        context += [each.token for each in found]
+        contexts.append([*context])
+    return logprobs, contexts
+
+
+def test_a_shifted_context_has_the_bits_of_a_prompt_of_the_remaining_tokens(
+    pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model cannot move its cells, so the remaining tokens are evaluated again,
+    beside other sequences. The second answer does not fill its context."""
+    many, one = pair
+    assert not many.context.can_shift
+    n_bos = len(one.vocabulary.bos_tokens)
+    requests, expected, texts, n_shifts = [], [], list[list[int]](), []
+    for n_prompt, n_new, num_keep in ((40, 150, 4), (60, 30, 4), (70, 60, -1)):
+        tokens = random_prompt(one, n_prompt, seed=n_prompt)
+        requests.append(
+            of_tokens(
+                one, tokens, max_tokens=n_new, num_keep=num_keep, num_ctx=N_FULL,
+                exact=num_keep > 0, logit_bias=FEW,
+            )
+        )  # fmt: skip
+        n_keep = n_prompt if num_keep < 0 else num_keep + n_bos
+        logprobs, contexts = continued(one, tokens, n_new, n_keep)
+        expected.append(logprobs)
+        texts += contexts
+        n_shifts.append(len(contexts) - 1)
+    assert n_shifts[0] > 1 and n_shifts[1] == 0 and n_shifts[2] > 1
+    assert [solo(one, request) for request in requests] == expected
+    script = Scripted()
+    with undrafted(many):
+        many.context.clear()
+        received = answers_together(many, requests, script, step_tokens=13)
+    check_same(received, expected)
+    assert max(len(step.sequences) for step in script.steps) == len(requests)
+    assert [each.summary.n_shifts for each in received] == n_shifts
+    assert [each.summary.prompt_tokens for each in received] == [40, 60, 70]
+    assert [each.summary.finish for each in received] == ["length"] * 3
+    monkeypatch.setattr(drafting, "DraftGate", Eager)
+    for drafts in (many.drafts, Recalled(texts, N_SEQ)):
+        before = many.stats()
+        with undrafted(many, drafts):
+            many.context.clear()
+            check_same(answers_together(many, requests), expected)
+        assert (many.stats() - before).accepted_tokens > 0
+
+
+def test_an_answer_can_be_cancelled_while_its_context_is_evaluated_again(
+    pair: tuple[Llama, Llama],
+) -> None:
+    many, one = pair
+    options: dict[str, Any] = {"max_tokens": 100, "num_ctx": N_FULL}
+    first, second = (
+        of_tokens(one, random_prompt(one, n, seed=n), **options) for n in (60, 20)
+    )
+    expected = [solo(one, request) for request in (first, second)]
+
+    class CancelShifted(Scripted):
+        def choose(self, running: tuple[Any, ...]) -> Any:
+            for each in running:
+                if each.request is first and each.generated and each.n_pending > 1:
+                    assert each.summary.n_shifts == 1
+                    if each.n_evaluated:
+                        loop.cancel(each)
+            return super().choose(running)
+
+    many.context.clear()
+    with undrafted(many), running(many, CancelShifted(), 13) as loop:
+        received = answers_of(loop, [first, second])
+    summary = received[0].summary
+    assert (summary.finish, summary.answer_tokens) == ("cancelled", N_FULL - 60)
+    check_same(received, [expected[0][: N_FULL - 60], expected[1]])
+
+
 def test_truncate_goes_back_as_far_as_snapshots_reach(
     pair: tuple[Llama, Llama],
 ) -> None:
