@@ -385,13 +385,31 @@ def test_a_context_shift_with_few_slots_equals_one_with_all_experts(
     assert len(contexts[0]) == 360
 
 
-def test_an_answer_of_a_recurrent_model_ends_at_a_full_context(
-    demo: Llama, monkeypatch: pytest.MonkeyPatch
+def test_a_context_whose_cells_cannot_move_is_evaluated_again_after_a_shift(
+    tiny: TinyModel, load: Load
 ) -> None:
-    monkeypatch.setattr(demo, "_is_hybrid", True)
-    assert not demo.context.can_shift
-    _, summary = reply(demo, QUESTION, logit_bias=endless(demo))
-    assert (summary.finish, summary.n_shifts) == ("length", 0)
+    """A position of this model consists of several numbers, so cells cannot move."""
+    llm = load(tiny("tiny-qwen3vlmoe"), flash_attn=None, logits_all=False)
+    assert not llm.context.can_shift and not llm._is_stateful
+
+    def whole(context: list[int], n_new: int, n_shifts: int = 0) -> list[int]:
+        """Returns the tokens of a prompt and of its answer with `n_new` tokens."""
+        llm.reset()
+        text, summary = reply(
+            llm, prompt="", context=tuple(context), max_tokens=n_new, num_ctx=96,
+            num_keep=-1, seed=1, logit_bias=endless(llm),
+        )  # fmt: skip
+        assert text and summary.n_shifts == n_shifts
+        assert summary.prompt_tokens == len(context)
+        return list(summary.context)
+
+    prompt = random_prompt(llm, 60)
+    full = whole(prompt, 36)
+    assert len(full) == 96
+    # The shift drops half of the 35 evaluated tokens after the prompt.
+    rest = full[:60] + full[77:]
+    expected = full + whole(rest, 14)[len(rest) :]
+    assert whole(prompt, 50, n_shifts=1) == expected
 
 
 def test_a_final_assistant_message_is_continued_unless_disabled(

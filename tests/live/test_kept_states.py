@@ -115,6 +115,25 @@ def test_a_sequence_shares_cells_up_to_the_nearest_state_of_another(
         assert answer(both, first).summary.prompt_tokens == 1
 
 
+@pytest.mark.parametrize("preset", ["tiny-lfm2moe", "tiny-deepseek4"])
+def test_a_context_shift_returns_to_the_kept_state_of_the_prompt(
+    tiny: TinyModel, preset: str
+) -> None:
+    """With num_keep=-1, the kept state before the prompt's last token can be used
+    again."""
+    n_full = N_PROMPT + 61
+    sampling = Sampling(temperature=0.0, max_tokens=80, num_keep=-1, num_ctx=n_full)
+    found, n_computed = [], []
+    for store in (0, "1GiB"):
+        with engine(tiny(preset), context_store=store, draft="off") as each:
+            found += each.generate(prompt_of(N_PROMPT), sampling, n_logprobs=20)
+            n_computed.append(each.llm.context.n_computed)
+    assert found[0].summary.n_shifts == found[1].summary.n_shifts == 1
+    assert len(found[0].logprobs) == 80
+    assert found[0].logprobs == found[1].logprobs
+    assert n_computed[0] - n_computed[1] == N_PROMPT - 1
+
+
 @pytest.mark.parametrize("preset", ALL)
 def test_the_next_turn_in_a_new_engine_computes_only_new_tokens(
     tiny: TinyModel, preset: str
