@@ -737,7 +737,8 @@ class Context:
 
     @property
     def can_shift(self) -> bool:
-        """True if tokens can be dropped from the middle of the context.
+        """True if tokens can be dropped from the middle of the context by moving the
+        cells of later tokens.
 
         This is impossible without a KV cache, with a recurrent state, and for cells
         that llama.cpp cannot shift, for example if a position consists of several

@@ -327,9 +327,10 @@ class Llama(UpstreamLlama):
         other sequences (engine/sequences.py).
 
         The value describes the loaded model and never changes. It does not cover a
-        sequence whose full context was shifted. If other sequences are being processed,
-        a shift evaluates the remaining tokens again. Otherwise a shift moves their
-        cells, which rounds differently.
+        sequence whose full context was shifted, if the model can move cells of its KV
+        cache. If other sequences are being processed, a shift evaluates the remaining
+        tokens again. Otherwise a shift moves their cells, which rounds differently.
+        Models that cannot move cells always evaluate the remaining tokens again.
         """
         return is_batch_invariant(self, self.layout, self.plan)
 

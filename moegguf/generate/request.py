@@ -47,7 +47,7 @@ class Sampling:
         seed: the seed of the random numbers. None: each answer gets a random seed.
         exact: if True, the answer is bit-identical whatever other requests are processed. For a batch-invariant model
             (`Llama.batch_invariant`), every answer is bit-identical unless the context shifts. With another model, or
-            if the context may shift, a request with `exact` is processed alone. A model that is not batch-invariant
+            if a shift may move tokens, a request with `exact` is processed alone. A model that is not batch-invariant
             evaluates requests with `exact` or a seed from an empty context.
         reasoning_budget_tokens: maximum number of thinking tokens. At this number, `reasoning_budget_message` and the
             end of the thinking are forced. 0: no thinking. None: no limit.

@@ -130,7 +130,7 @@ def cells(path: Path, shape: Shape, matrix: str, folder: Path) -> tuple[str, ...
             "yes" if llm.batch_invariant else "no",
             llm.prefix_cache.form,
             adapted(path, shape, matrices, folder, last_logits(llm)),
-            "yes" if llm.context.can_shift else "no",
+            "moves tokens" if llm.context.can_shift else "computes tokens",
         )
 
 

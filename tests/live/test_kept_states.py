@@ -119,8 +119,7 @@ def test_a_sequence_shares_cells_up_to_the_nearest_state_of_another(
 def test_a_context_shift_returns_to_the_kept_state_of_the_prompt(
     tiny: TinyModel, preset: str
 ) -> None:
-    """With num_keep=-1, the kept state before the prompt's last token can be used
-    again."""
+    """The whole prompt remains, and the state before its last token is kept."""
     n_full = N_PROMPT + 61
     sampling = Sampling(temperature=0.0, max_tokens=80, num_keep=-1, num_ctx=n_full)
     found, n_computed = [], []
