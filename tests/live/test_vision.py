@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from answering import Answer, Load, TinyModel
+from answering import Answer, Load, TinyModel, endless
 from pictures import deep_png, interlaced_png, message, png, png_of
 from running import write_adapter
 
@@ -132,6 +132,20 @@ def test_image_tokens_are_counted_and_share_positions(
     assert llm.n_tokens - llm.context.images.position(llm.n_tokens) == 64 - 8
     with pytest.raises(ContextError, match="num_ctx"):
         answer(llm, [message(png(256, 256), "what is it?")])
+
+
+@pytest.mark.parametrize(("kind", "preset"), [KINDS[0], KINDS[2]])
+def test_an_answer_after_an_image_ends_when_its_context_is_full(
+    tiny: TinyModel, projector: Projector, load: Load, kind: str, preset: str
+) -> None:
+    llm = load(tiny(preset), mmproj=projector(kind), n_ctx=512, logits_all=False)
+    sampling = Sampling(temperature=0, logit_bias=endless(llm))
+    asked = message("look ", png(64, 64), "what is it?")
+    running = Answer(llm, Request(messages=(asked,), sampling=sampling))
+    running.deltas()
+    summary = running.summary
+    assert (summary.finish, summary.n_shifts) == ("length", 0)
+    assert summary.prompt_tokens + summary.answer_tokens == 512
 
 
 def test_a_projector_of_one_pass_requires_a_wide_pass_and_its_slots(
