@@ -49,7 +49,7 @@ TOKEN_LIMITS = {
     "moegguf/trace": 18_850,
     "predictors": 43_850,
     "tests": 442_000,
-    "tools": 62_500,
+    "tools": 63_500,
 }
 NATIVE_LIMITS = {
     "moegguf/native": 12_500,

@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 
 POOL_BYTES = 16 << 20
 
-# Tensors whose values are near one, besides norms.
+# Ends of the names of tensors that are no norms, and whose values are near one.
 NEAR_ONE_ENDS = ("ssm_d", ".scale", "layer_output_scale.weight")
 
 # numpy scalars of type uint8, so that shifted bytes stay uint8
