@@ -60,6 +60,7 @@ CHECKED_BY = {
     "DIV": "div", "DSV4_HC_COMB": "mix of streams", "DSV4_HC_POST": "streams from one",
     "DSV4_HC_PRE": "one of streams", "EXP": "exp", "FLASH_ATTN_EXT": "flash attention",
     "GATED_DELTA_NET": "gated delta net", "GATED_LINEAR_ATTN": "gated linear attention",
+    "GEGLU": "geglu", "GELU": "gelu",
     "L2_NORM": "l2_norm", "LIGHTNING_INDEXER": "lightning indexer", "MUL": "mul",
     "MUL_MAT": "mul_mat f32 plain", "MUL_MAT_ID": "mul_mat_id f32 plain", "NORM": "norm",
     "RELU": "relu", "RMS_NORM": "rms_norm", "ROPE": "rope, halves", "ROPE_BACK": "rope, back",
@@ -564,6 +565,7 @@ def simple(
 UNARY = (
     "abs",
     "exp",
+    "gelu",
     "relu",
     "sgn",
     "sigmoid",

@@ -122,17 +122,29 @@ def kv_bytes(
         return states + n_seq_max * compressed_kv_bytes(
             layout, n_ctx // n_seq_max, type_k
         )
-    kv_heads = [hp.n_head_kv[il] for il in attention_layers(layout)]
-    head = hp.n_embd // max(hp.n_head) if max(hp.n_head) else 0
-    key_length = max(hp.key_length or head, whole("attention.key_length_swa"))
-    value_length = max(hp.value_length or head, whole("attention.value_length_swa"))
-    per_token = sum(row_bytes(type_k, key_length * n) for n in kv_heads)
+    layers = attention_layers(layout)
+    n_keys = [
+        hp.n_head_kv[il] * _head_length(layout, il, hp.key_lengths) for il in layers
+    ]
+    n_values = [
+        hp.n_head_kv[il] * _head_length(layout, il, hp.value_lengths) for il in layers
+    ]
+    per_token = sum(row_bytes(type_k, n) for n in n_keys)
     if not hp.is_mla:
-        per_token += len(kv_heads) * row_bytes(
-            type_v, value_length * max(kv_heads, default=0)
-        )
-    per_token += len(kv_heads) * row_bytes(F16, whole("attention.indexer.key_length"))
+        per_token += len(layers) * row_bytes(type_v, max(n_values, default=0))
+    per_token += len(layers) * row_bytes(F16, whole("attention.indexer.key_length"))
     return padded(n_ctx) * per_token + states
+
+
+def _head_length(layout: ExpertLayout, il: int, lengths: tuple[int, ...]) -> int:
+    """Returns the length of a head's keys or values in a layer. `lengths` has the
+    length without a sliding window, and as a second item the length with a sliding
+    window if this length is different. If the file does not list the layers with a
+    sliding window, returns the largest length."""
+    pattern = layout.metadata.get(f"{layout.arch}.attention.sliding_window_pattern")
+    if isinstance(pattern, tuple) and il < len(pattern):
+        return lengths[-1] if pattern[il] else lengths[0]
+    return max(lengths)
 
 
 def logits_tokens(layout: ExpertLayout, n_seq_max: int) -> int:

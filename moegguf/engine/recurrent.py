@@ -93,13 +93,17 @@ def _is_recurrent(layout: ExpertLayout, il: int) -> bool:
 
 def attention_layers(layout: ExpertLayout) -> list[int]:
     """Returns the indices of the layers that have a KV cache, including the layers of
-    loaded draft heads. A layer occurs twice if two contexts have a cache for it."""
+    loaded draft heads. A layer occurs twice if two contexts have a cache for it.
+
+    The last layers of Gemma 4 may use the caches of earlier layers.
+    """
     hparams = layout.hparams
     n_layer = hparams.n_layer
     n_heads = layout.n_layer_nextn * layout.loads_heads
     # The model's own context has a cache for bailingmoe3's heads, too, but never uses
     # this cache.
     n_own = hparams.n_layer_all if layout.arch == "bailingmoe3" else n_layer
+    n_own -= layout.number("attention.shared_kv_layers")
     layers = [*range(n_own), *range(n_layer, n_layer + n_heads)]
     if not is_stateful(layout):
         return layers

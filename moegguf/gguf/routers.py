@@ -141,12 +141,32 @@ def _read_router(
             f" 'blk.{layer.il}.ffn_gate_inp.weight'; its routing cannot be predicted with routers, so choose"
             " another predictor."
         )
+    if layout.arch == "gemma4":
+        matrix = _for_expert_inputs(
+            matrix,
+            read("ffn_gate_inp.scale", layout.hparams.n_embd),
+            read("pre_ffw_norm_2.weight", layout.hparams.n_embd),
+        )
     return Router(
         layer.n_expert_used,
         matrix,
         read("ffn_gate_inp.bias", layer.n_expert),
         read("exp_probs_b.bias", layer.n_expert),
     )
+
+
+def _for_expert_inputs(
+    matrix: Float32s, scale: Float32s | None, norm: Float32s | None
+) -> Float32s:
+    """Returns Gemma 4's router for the input of the experts, which the store records
+    as the router's input. Gemma 4 multiplies the same normalised values by `scale` /
+    sqrt(n_embd) for the router, and by `norm` for the experts. Returns `matrix` if one
+    of the two is missing. A column whose `norm` is 0 becomes 0."""
+    if scale is None or norm is None:
+        return matrix
+    factors = np.zeros_like(scale)
+    np.divide(scale, norm * np.float32(len(norm) ** 0.5), out=factors, where=norm != 0)
+    return matrix * factors
 
 
 def _read_tensor(

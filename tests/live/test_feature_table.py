@@ -44,7 +44,7 @@ KINDS = [
     Kind(
         "latent attention, with heads for multi-token prediction", ("tiny-glm-flash",)
     ),
-    Kind("sliding windows", ("tiny-gpt-oss",)),
+    Kind("sliding windows", ("tiny-gpt-oss", "tiny-gemma4")),
     Kind("gated delta net", ("tiny-qwen3next",), "ssm_out.weight"),
     Kind("gated delta net, with snapshots", ("tiny-qwen35moe",), "ssm_out.weight"),
     Kind("gated delta net, with an n-gram table", ("tiny-qwen4exp",), "ssm_out.weight"),

@@ -39,7 +39,7 @@ from running import random_prompt
 from moegguf.engine.drafts import Draft, Drafts, Source
 from moegguf.engine.llama import Llama
 from moegguf.engine.memory import DRAFT_TOKENS, kv_bytes
-from moegguf.engine.recurrent import ROLLBACK_ARCHS
+from moegguf.engine.recurrent import ROLLBACK_ARCHS, is_stateful
 from moegguf.generate import drafting
 from moegguf.generate.request import Request, TokenLogprob
 from moegguf.gguf.experts import read_layout
@@ -266,6 +266,30 @@ def test_glm5_sequences_that_share_cells_have_the_bits_of_solo_answers(
         received = answers_together(many, requests, step_tokens=7)
         assert sum(each.summary.cached_tokens == 64 for each in received) > 4
         check_same(received, expected)
+
+
+@pytest.mark.parametrize("has_whole_window", [True, False])
+def test_answers_with_a_sliding_window_have_the_bits_of_solo_answers(
+    tiny: TinyModel, has_whole_window: bool
+) -> None:
+    """All sequences share cells. Without the whole window, llama.cpp reuses cells that
+    have left the window."""
+    path = tiny("tiny-gemma4")
+    window = {"swa_full": has_whole_window, "n_ubatch": 64}
+    many = Llama(
+        path,
+        n_seq_max=4,
+        expert_cache="40%",
+        draft="ngram",
+        context_store=0,
+        **OPTIONS | window,
+    )
+    with many, Llama(path, draft="off", context_store=0, **OPTIONS) as one:
+        requests = [of_tokens(one, tokens) for tokens in prompts_of(one, shared=200)]
+        expected = [solo(one, request) for request in requests]
+        received = answers_together(many, requests, step_tokens=29)
+        check_same(received, expected)
+        assert sum(each.summary.cached_tokens == 200 for each in received) > 4
 
 
 def test_a_failed_pass_leaves_no_partial_state(pair: tuple[Llama, Llama]) -> None:
@@ -538,8 +562,8 @@ def test_truncate_refuses_stale_snapshots_after_single_token_passes(
     assert np.array_equal(many.context.logits(), one.context.logits())
 
 
-@pytest.mark.parametrize("preset", HYBRIDS)
-def test_states_and_snapshots_have_the_planned_bytes(
+@pytest.mark.parametrize("preset", [*HYBRIDS, "tiny-gpt-oss", "tiny-gemma4"])
+def test_caches_and_states_have_the_planned_bytes(
     tiny: TinyModel, preset: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Compares the planned bytes with the buffer sizes that llama.cpp logs."""
@@ -560,7 +584,7 @@ def test_states_and_snapshots_have_the_planned_bytes(
         any(f"at most {N_BACK} tokens" in reason for reason in plan.reasons)
         == rolls_back
     )
-    assert plan.n_checkpoints == 1 - rolls_back
+    assert plan.n_checkpoints == (is_stateful(llm.layout) and not rolls_back)
     counted = kv_bytes(
         llm.layout, plan.kv_tokens, 1, 1, 5, plan.n_rs_seq + plan.n_checkpoints
     )

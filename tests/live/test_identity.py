@@ -31,6 +31,7 @@ from moegguf.native.store import StoreContext, StoreOptions
 MODELS = [
     ("tiny-qwen2moe", "q4_0"), ("tiny-qwen2moe", "q8_0"), ("tiny-qwen3moe", "q8_0"), ("tiny-mixtral", "q4_k_m"),
     ("tiny-deepseek2", "q4_0"), ("tiny-deepseek2", "q4_k_m"), ("tiny-mix", "q4_k_m"),
+    ("tiny-gemma4", "q4_0"),
 ]  # fmt: skip
 TWO_MODELS = [("tiny-qwen2moe", "q4_0"), ("tiny-mix", "q4_k_m")]
 SIZES = ("minimum", "one layer", "40%", "all")

@@ -34,7 +34,7 @@ from moegguf.testing.link_device import add_link_device
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, BLOCK_TOKENS + 20
 MODELS = {
     "demo": DEMO, "iswa": "tiny-gpt-oss", "deepseek": "tiny-deepseek2", "qwen3": "tiny-qwen3moe",
-    "m-rope": "tiny-qwen3vlmoe",
+    "m-rope": "tiny-qwen3vlmoe", "shared kv": "tiny-gemma4",
 }  # fmt: skip
 
 

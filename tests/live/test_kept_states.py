@@ -28,7 +28,7 @@ RECURRENT = [
     "tiny-qwen3next", "tiny-qwen35moe", "tiny-qwen4exp", "tiny-nemotron", "tiny-lfm2moe", "tiny-kimi-linear",
     "tiny-bailingmoe3", "tiny-granitehybrid",
 ]  # fmt: skip
-WINDOWED = ["tiny-gpt-oss"]
+WINDOWED = ["tiny-gpt-oss", "tiny-gemma4"]
 WHOLE = ["tiny-deepseek4"]
 ALL = RECURRENT + WINDOWED + WHOLE
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, 20
@@ -98,7 +98,7 @@ def test_a_repeated_prompt_in_a_new_engine_computes_its_last_token(
 
 
 @pytest.mark.parametrize(
-    "preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-kimi-linear", "tiny-gpt-oss"]
+    "preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-kimi-linear", *WINDOWED]
 )
 def test_a_sequence_shares_cells_up_to_the_nearest_state_of_another(
     tiny: TinyModel, preset: str
@@ -189,6 +189,7 @@ def test_two_conversations_share_the_state_of_their_common_beginning(
     [
         ("tiny-qwen2moe", 2, "blocks"),
         ("tiny-gpt-oss", 2, "blocks and windows"),
+        ("tiny-gemma4", 2, "blocks and windows"),
         ("tiny-qwen35moe", 2, "blocks and states"),
         ("tiny-qwen4exp", 1, "blocks and states"),
         # Each of two sequences has its own KV cells.
@@ -279,8 +280,11 @@ def test_a_damaged_block_before_a_state_limits_reuse_to_earlier_tokens(
     assert found.summary.cached_tokens == MOST_STEP_TOKENS
 
 
-def test_a_sliding_window_is_restored_without_earlier_windows(tiny: TinyModel) -> None:
-    model, prompt = tiny("tiny-gpt-oss"), prompt_of(N_LONG)
+@pytest.mark.parametrize("preset", WINDOWED)
+def test_a_sliding_window_is_restored_without_earlier_windows(
+    tiny: TinyModel, preset: str
+) -> None:
+    model, prompt = tiny(preset), prompt_of(N_LONG)
     with engine(model) as first:
         expected = answer(first, prompt)
     windows = [

@@ -39,11 +39,12 @@ from moegguf.errors import CallbackError, OptionError
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
 from moegguf.gguf.experts import read_layout
+from moegguf.gguf.routers import read_routers
 from moegguf.native.events import Float32s
 from moegguf.native.store import ListenOptions, StoreOptions, native_policies
 from moegguf.trace.analysis import TraceAnalysis
 from moegguf.trace.format import read
-from predictors.study.controls import FreshGate
+from predictors.study.controls import FreshGate, probabilities
 from predictors.study.judge import Judge
 
 TIGHT: dict[str, Any] = {"expert_cache": "30%", "n_ubatch": 4}
@@ -458,3 +459,27 @@ def test_counters_of_a_simulated_strategy_equal_the_live_ones(
         assert row.simulated.counters[counted] == trace.header.settings[counted], (
             counted
         )
+
+
+@pytest.mark.parametrize("preset", ["tiny-gpt-oss", "tiny-deepseek2", "tiny-gemma4"])
+def test_routers_choose_llama_cpps_experts_from_recorded_inputs(
+    load: Load, tiny: TinyModel, tmp_path: Path, preset: str
+) -> None:
+    path = tiny(preset)
+    with load(path, trace=TraceOptions(tmp_path / "t", inputs=True)) as llm:
+        llm.eval(random_prompt(llm, 40))
+    trace, routers = read(tmp_path / "t"), read_routers(read_layout(path))
+    assert trace.inputs is not None
+    chosen, expected = list[set[int]](), list[set[int]]()
+    for il, inputs, ids in zip(
+        routers.routers, trace.inputs, trace.expert_ids, strict=True
+    ):
+        for token, experts in zip(inputs, ids, strict=True):
+            scores = probabilities(routers, il, token.astype(np.float32))
+            chosen.append(set(scores.argsort()[-len(experts) :].tolist()))
+            expected.append(set(experts.tolist()))
+    # The last layer may be computed only for the last token.
+    known = [pair for pair in zip(chosen, expected, strict=True) if -1 not in pair[1]]
+    same = sum(found == wanted for found, wanted in known)
+    # Rounding of the recorded inputs may exchange two experts with nearly equal scores.
+    assert same >= 0.98 * len(known) > 100

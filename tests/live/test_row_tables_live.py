@@ -3,6 +3,7 @@ of rows, and plain llama.cpp's logits."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -99,6 +100,21 @@ def test_a_row_table_above_the_memory_limit_takes_no_memory_and_evicts_no_expert
     # The estimate for the interpreter and its libraries is too low by about 16 MiB,
     # whatever the size of the model.
     assert limited["peak_mib"] * MIB <= limited["planned_bytes"] * 1.03 + 16 * MIB
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen4exp", "tiny-gemma4"])
+def test_weights_in_memory_have_the_planned_bytes_without_row_tables(
+    tiny: TinyModel, preset: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Llama(tiny(preset), n_ctx=256, n_threads=1, verbose=True) as llm:
+        tables = [table.name for table in llm.layout.row_tables]
+        dense_bytes = llm.plan.needs.dense_bytes
+    log = capfd.readouterr().err
+    assert len(tables) == 2
+    assert re.findall(r"tensor (\S+) .* overridden to moegguf-rows", log) == tables
+    sizes = re.findall(r" CPU\w* model buffer size = *([0-9.]+) MiB", log)
+    rounding = 0.005 * len(sizes)
+    assert sum(map(float, sizes)) == pytest.approx(dense_bytes / MIB, abs=rounding)
 
 
 def write_embedding_adapter(path: Path, arch: str, n_vocab: int, n_embd: int) -> Path:

@@ -47,6 +47,8 @@ KINDS = [
     ("mlp", "tiny-qwen2moe"),
     ("gemma3", "tiny-qwen3moe"),
     ("qwen2vl_merger", "tiny-qwen3vlmoe"),
+    # The model adds a row of a table that stays in the file to each image token.
+    ("gemma3", "tiny-gemma4"),
 ]
 
 

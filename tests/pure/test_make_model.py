@@ -95,6 +95,9 @@ def test_write_model_makes_no_two_equal_experts(tmp_path: Path, quant: str) -> N
         ("granite-4.0-h-small", "q4_k_m", 19.477),
         ("nemotron-3-nano-30b-a3b", "q4_k_m", 24.656),
         ("kimi-linear-48b-a3b", "q8_0", 52.248),
+        # ggml-org/gemma-4-26B-A4B-it-GGUF on Hugging Face
+        ("gemma-4-26b-a4b", "q4_k_m", 16.796),
+        ("gemma-4-26b-a4b", "q8_0", 26.860),
         # localweights/Qwen3.6-35B-A3B-MTP-BF16-GGUF on Hugging Face
         ("qwen3.6-35b-a3b", "bf16", 71.1),
     ],
@@ -138,7 +141,7 @@ def test_named_preset_with_fewer_layers_has_all_kinds_of_layers(
     assert layout.hparams.n_layer == 8
     assert {shape.mixer(il) for il in range(8)} == set(shape.mixers)
     assert layout.n_expert == shape.n_expert
-    has_experts = "e" if "e" in shape.mixers else "ar"
+    has_experts = "e" if "e" in shape.mixers else "awr"
     behind_lead = range(shape.n_layer_dense_lead, 8)
     expected = [il for il in behind_lead if shape.mixer(il) in has_experts]
     assert [layer.il for layer in layout.layers] == expected

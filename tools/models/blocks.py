@@ -20,11 +20,15 @@ from gguf.constants import GGMLQuantizationType as QType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from tools.models.gemma import ROPE_FACTORS
 from tools.models.tensors import GAINS, HEADS_INPUT, TIED_OUTPUT_NORM, Tensor
 
 Bytes = NDArray[np.uint8]
 
 POOL_BYTES = 16 << 20
+
+# Ends of the names of tensors that are no norms, and whose values are near one.
+NEAR_ONE_ENDS = ("ssm_d", ".scale", "layer_output_scale.weight")
 
 # numpy scalars of type uint8, so that shifted bytes stay uint8
 FOUR = np.uint8(4)
@@ -107,7 +111,13 @@ def f32_weights(tensor: Tensor, seed: int) -> NDArray[np.float32]:
     and small biases."""
     rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
     normal = rng.standard_normal(tensor.shape, dtype=np.float32)
-    if "norm" in tensor.name or tensor.name.endswith("ssm_d"):
+    if tensor.name == ROPE_FACTORS:
+        # RoPE rotates only the first quarter of the dimensions of Gemma 4's heads.
+        is_rotated = np.arange(len(normal)) < len(normal) // 4
+        return np.where(is_rotated, np.float32(1.0), np.float32(1e30))
+    if tensor.name.endswith(".ffn_gate_inp.scale"):
+        return np.float32(sqrt(len(normal))) * (1 + np.float32(0.1) * normal)
+    if "norm" in tensor.name or tensor.name.endswith(NEAR_ONE_ENDS):
         scale = (
             GAINS["output"] / sqrt(tensor.shape[0])
             if tensor.name == TIED_OUTPUT_NORM

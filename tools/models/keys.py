@@ -235,6 +235,22 @@ def _deepseek4(shape: Shape) -> Keys:
     }
 
 
+def _gemma4(shape: Shape) -> Keys:
+    layers = range(shape.n_layer)
+    return {
+        "attention.head_count_kv": [shape.head_kv(il) for il in layers],
+        "attention.key_length_swa": shape.n_embd_head_swa,
+        "attention.value_length_swa": shape.n_embd_head_swa,
+        "attention.sliding_window": shape.n_swa,
+        "attention.sliding_window_pattern": [shape.mixer(il) == "w" for il in layers],
+        "attention.shared_kv_layers": shape.n_layer_shared_kv,
+        "rope.dimension_count_swa": shape.n_embd_head_swa,
+        "rope.freq_base_swa": 1e4,
+        "embedding_length_per_layer_input": shape.n_embd_per_layer,
+        "final_logit_softcapping": 30.0,
+    }
+
+
 def _glm4moe(_shape: Shape) -> Keys:
     return {"expert_weights_scale": 1.0, "expert_weights_norm": True}
 
@@ -242,6 +258,7 @@ def _glm4moe(_shape: Shape) -> Keys:
 _OWN = {
     "qwen3vlmoe": _qwen3vlmoe,
     "gpt-oss": lambda shape: {"attention.sliding_window": shape.n_swa},
+    "gemma4": _gemma4,
     "glm4moe": _glm4moe,
     "qwen3next": _qwen3next,
     "qwen35moe": _qwen35moe,

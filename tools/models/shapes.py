@@ -26,6 +26,7 @@ ARCHS: dict[str, tuple[str, ...]] = {
     "deepseek2": ("kv_lora_rank", "n_rot"),
     "gpt-oss": ("n_swa",),
     "glm4moe": (),
+    "gemma4": ("n_ff", "n_swa", "n_embd_head_swa", "n_head_kv_swa"),
     "qwen3next": QWEN_DELTA_NET,
     "qwen35moe": QWEN_DELTA_NET,
     "qwen4exp": (
@@ -62,8 +63,8 @@ class Shape:
     `n_embd_head` is used instead.
 
     `mixers` has one letter for each layer and is repeated if there are more layers. The
-    letters are `a` for attention, `r` for a recurrent state, and `e` for a layer that
-    has only experts.
+    letters are `a` for attention, `w` for attention within a sliding window, `r` for a
+    recurrent state, and `e` for a layer that has only experts.
     """
 
     arch: str
@@ -85,6 +86,12 @@ class Shape:
     n_embd_head_v: int = 0
     n_ctx_train: int = 32768
     n_swa: int = 0
+    # Sizes of layers with the letter `w`, where they differ from other layers.
+    n_embd_head_swa: int = 0
+    n_head_kv_swa: int = 0
+    # Number of last layers that use the keys and values of earlier layers.
+    n_layer_shared_kv: int = 0
+    n_embd_per_layer: int = 0  # width of a token's embedding for each layer
     n_layer_nextn: int = 0
     mixers: str = "a"
     ssm_d_conv: int = 0  # width of the convolution, in tokens
@@ -143,6 +150,15 @@ class Shape:
         """Returns a layer's letter in `mixers`. Layers for multi-token prediction have
         attention, "a"."""
         return self.mixers[il % len(self.mixers)] if il < self.n_layer else "a"
+
+    def head(self, il: int) -> int:
+        """Returns the width of a head in a layer."""
+        is_swa = self.mixer(il) == "w"
+        return self.n_embd_head_swa if is_swa else self.n_embd_head
+
+    def head_kv(self, il: int) -> int:
+        """Returns the number of KV heads in a layer."""
+        return self.n_head_kv_swa if self.mixer(il) == "w" else self.n_head_kv
 
     @property
     def n_ff_shared(self) -> int:
@@ -347,6 +363,26 @@ PRESETS: dict[str, Shape] = {
         ssm_d_conv=4,
         n_embd_head_kda=128,
     ),
+    # The metadata and tensors that ollama.com lists for gemma4:26b-a4b-it-q4_K_M, read
+    # on 2026-11-30.
+    "gemma-4-26b-a4b": Shape(
+        "gemma4",
+        n_layer=30,
+        n_embd=2816,
+        n_head=16,
+        n_head_kv=2,
+        n_embd_head=512,
+        n_expert=128,
+        n_expert_used=8,
+        n_ff_exp=704,
+        n_ff=2112,
+        n_vocab=262144,
+        n_ctx_train=262144,
+        n_swa=1024,
+        n_embd_head_swa=256,
+        n_head_kv_swa=8,
+        mixers="wwwwwa",
+    ),
     "granite-4.0-h-small": Shape(
         "granitehybrid",
         n_layer=40,
@@ -496,6 +532,28 @@ PRESETS: dict[str, Shape] = {
         n_rot=32,
         n_ctx_train=2048,
         n_layer_nextn=1,
+    ),
+    # Like the smaller dense models of the family, it has embeddings for each layer, and
+    # layers that share keys and values.
+    "tiny-gemma4": Shape(
+        "gemma4",
+        n_layer=6,
+        n_embd=128,
+        n_head=4,
+        n_head_kv=1,
+        n_embd_head=64,
+        n_expert=16,
+        n_expert_used=4,
+        n_ff_exp=64,
+        n_ff=96,
+        n_vocab=1024,
+        n_ctx_train=2048,
+        n_swa=96,
+        n_embd_head_swa=32,
+        n_head_kv_swa=2,
+        n_layer_shared_kv=3,
+        n_embd_per_layer=32,
+        mixers="wwa",
     ),
     "tiny-qwen35moe": Shape(
         "qwen35moe",

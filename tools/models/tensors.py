@@ -9,7 +9,7 @@ from math import prod, sqrt
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as QType
 
-from tools.models import hybrids
+from tools.models import gemma, hybrids
 from tools.models.hybrids import Named
 from tools.models.shapes import Shape
 
@@ -35,7 +35,7 @@ ROW_FALLBACK = {
 }  # fmt: skip
 
 # {role of a matrix: gain}; other roles have a gain of 1. Weights have a standard
-# deviation of gain / sqrt(columns), except token embeddings, which have 1. The tokens
+# deviation of gain / sqrt(columns), except token embeddings, which usually have 1. The tokens
 # of one text share much of attention's output, so the gain of `attn_output` sets how
 # similar their routing is. With 0.7, tokens are routed almost independently. With 1.4,
 # most tokens use the same few experts. With 0.9, LRU has a hit rate of 75 % with slots
@@ -59,6 +59,7 @@ STAY_F32_PARTS = (
     "shortconv.conv.",
     "indexer.q_proj.",
     "indexer.k_proj.",
+    "per_layer_model_proj.",
 )
 
 
@@ -121,7 +122,10 @@ def _tensor(name: str, dims: tuple[int, ...], shape: Shape, quant: str) -> Tenso
     ):
         return Tensor(name, dims, QType.F32, 0.0)
     role = name.split(".")[-2]
-    std = 1.0 if role.endswith("token_embd") else GAINS.get(role, 1.0) / sqrt(dims[-1])
+    std = GAINS.get(role, 1.0) / sqrt(dims[-1])
+    # llama.cpp multiplies the embeddings of Gemma 4 by the square root of their length.
+    if role.endswith("token_embd") and shape.arch != "gemma4":
+        std = 1.0
     return Tensor(name, dims, _qtype(name, role, dims[-1], shape, quant), std)
 
 
@@ -148,7 +152,7 @@ def _qtype_of_role(name: str, role: str, shape: Shape, quant: str) -> QType:
     eight_experts = shape.n_expert == 8
     if quant == "mxfp4":  # MXFP4_MOE: experts are MXFP4, all other matrices Q8_0
         return most if role.endswith("_exps") else QType.Q8_0
-    if role == "output" or (role == "token_embd" and is_tied(shape)):
+    if role == "output" or (role.endswith("token_embd") and is_tied(shape)):
         return QType.Q6_K
     if role in ("attn_k", "attn_v") and eight_experts:
         return QType.Q8_0
@@ -175,6 +179,8 @@ def _names_and_dims(shape: Shape) -> Named:
     yield "token_embd.weight", (shape.n_vocab, shape.n_embd)
     if shape.ple_vocab_base:
         yield from hybrids.table(shape)
+    if shape.arch == "gemma4":
+        yield from gemma.outer(shape)
     for il in range(shape.n_layer_all):
         for name, dims in _layer(shape, il):
             yield f"blk.{il}.{name}", dims
@@ -189,10 +195,13 @@ def _names_and_dims(shape: Shape) -> Named:
 
 def is_tied(shape: Shape) -> bool:
     """Returns True if the token embeddings also serve as the output matrix."""
-    return shape.arch in ("lfm2moe", "granitehybrid")
+    return shape.arch in ("lfm2moe", "granitehybrid", "gemma4")
 
 
 def _layer(shape: Shape, il: int) -> Named:
+    if shape.arch == "gemma4":
+        yield from gemma.layer(shape, il)
+        return
     mixer = shape.mixer(il)
     is_head = il >= shape.n_layer
     if shape.hc_mult:
