@@ -225,6 +225,12 @@ void moegguf_parts_seq_cp(llama_context * context, uint32_t parts, llama_seq_id 
     if (!context->get_cparams().kv_unified) { context->memory_update(false); }
 }
 
+void moegguf_parts_share_stream(llama_memory_t memory, llama_seq_id seq, llama_seq_id with) {
+    for (const Part & part : parts_of(*memory)) {
+        if (auto * cache = dynamic_cast<llama_kv_cache *>(part.memory)) { cache->share_stream(seq, with); }
+    }
+}
+
 llama_pos moegguf_parts_seq_pos_min(llama_memory_t memory, uint32_t parts, llama_seq_id seq) {
     llama_pos first = -1;
     for (llama_memory_i * part : chosen(*memory, parts)) { first = std::max(first, part->seq_pos_min(seq)); }

@@ -30,6 +30,10 @@ LLAMA_API bool moegguf_parts_seq_rm(llama_memory_t memory, uint32_t parts, llama
 LLAMA_API void moegguf_parts_seq_cp(struct llama_context * context, uint32_t parts, llama_seq_id from, llama_seq_id to,
                                     llama_pos p0, llama_pos p1);
 
+// Makes `seq`, which must have no cells, use the stream of the sequence `with`. `seq` must not be a sequence that
+// llama.cpp evaluates.
+LLAMA_API void moegguf_parts_share_stream(llama_memory_t memory, llama_seq_id seq, llama_seq_id with);
+
 // moegguf_parts_seq_pos_min returns the largest of a sequence's first positions in these parts.
 // moegguf_parts_seq_pos_max returns the smallest of its last positions. A part without cells of the sequence has the
 // position -1.

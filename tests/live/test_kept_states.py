@@ -103,7 +103,14 @@ def test_a_repeated_prompt_in_a_new_engine_computes_its_last_token(
 
 
 @pytest.mark.parametrize(
-    "preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-kimi-linear", "tiny-gpt-oss"]
+    "preset",
+    [
+        "tiny-lfm2moe",
+        "tiny-qwen35moe",
+        "tiny-qwen4exp",  # Each sequence has its own KV cells.
+        "tiny-kimi-linear",
+        "tiny-gpt-oss",
+    ],
 )
 def test_a_sequence_shares_cells_up_to_the_nearest_state_of_another(
     tiny: TinyModel, preset: str
@@ -133,6 +140,19 @@ def test_the_next_turn_in_a_new_engine_computes_only_new_tokens(
     assert found.logprobs == unkept(model, longer).logprobs
     # 70 new tokens and the last token of the previous answer, which was not evaluated.
     assert found.summary.prompt_tokens == 71
+
+
+@pytest.mark.parametrize("preset", OWN_CELLS)
+def test_contexts_are_reused_after_a_change_of_the_number_of_sequences(
+    tiny: TinyModel, preset: str
+) -> None:
+    model, prompt = tiny(preset), prompt_of(N_PROMPT)
+    expected = unkept(model, prompt)
+    for n_parallel, n_computed in ((1, N_PROMPT), (3, 1), (2, 1)):
+        with engine(model, parallel=n_parallel) as each:
+            found = answer(each, prompt)
+        assert found.logprobs == expected.logprobs
+        assert found.summary.prompt_tokens == n_computed
 
 
 @pytest.mark.parametrize("preset", OWN_CELLS)
@@ -207,8 +227,7 @@ def test_two_conversations_share_the_state_of_their_common_beginning(
         ("tiny-gpt-oss", 2, "blocks and windows"),
         ("tiny-qwen35moe", 2, "blocks and states"),
         ("tiny-qwen4exp", 1, "blocks and states"),
-        # Each of two sequences has its own KV cells.
-        ("tiny-qwen4exp", 2, "whole states"),
+        ("tiny-qwen4exp", 2, "blocks and states"),
         ("tiny-deepseek4", 2, "whole states"),
     ],
 )
