@@ -29,8 +29,9 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "parts_seq_rm": (c.c_bool, (_MEMORY, _PARTS, _SEQUENCE, _POSITION, _POSITION)),
     "parts_seq_cp": (
         None,
-        (_MEMORY, _PARTS, _SEQUENCE, _SEQUENCE, _POSITION, _POSITION),
+        (_CONTEXT, _PARTS, _SEQUENCE, _SEQUENCE, _POSITION, _POSITION),
     ),
+    "parts_share_stream": (None, (_MEMORY, _SEQUENCE, _SEQUENCE)),
     "parts_seq_pos_min": (_POSITION, (_MEMORY, _PARTS, _SEQUENCE)),
     "parts_seq_pos_max": (_POSITION, (_MEMORY, _PARTS, _SEQUENCE)),
     "parts_state_bytes": (c.c_size_t, (_CONTEXT, _PARTS, _SEQUENCE)),
@@ -87,10 +88,16 @@ class MemoryParts:
     ) -> None:
         """Copies the positions from `begin` up to but not including `end` in these
         parts, from the sequence `source` to the sequence `target`. -1: no limit on this
-        side."""
+        side. Between sequences with their own cells, there must be no limit. The other
+        cells of `target` are then removed."""
         self._library.moegguf_parts_seq_cp(
-            self._memory, parts, source, target, begin, end
+            self._llm.ctx, parts, source, target, begin, end
         )
+
+    def share_stream(self, sequence: int, other: int) -> None:
+        """Makes an empty sequence, which is never evaluated, use the same set of cells
+        as `other`. Parts of cells can then be copied between the two sequences."""
+        self._library.moegguf_parts_share_stream(self._memory, sequence, other)
 
     def first(self, parts: int, sequence: int) -> int:
         """Returns the sequence's first position in these parts: the largest of the

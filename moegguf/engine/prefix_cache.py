@@ -203,7 +203,7 @@ class PrefixCache:
             )
         self._memory = context.memory
         self._n_swa = library.llama_cpp().llama_model_n_swa(llm.model)
-        self._choose_parts(self._memory.all if _n_streams(llm) == 1 else WHOLE)
+        self._choose_parts(self._memory.all)
         self._state_cost = StateCost(store.limit_bytes)
         # {sequence: number of tokens before its last kept state}.
         self._state_ends: dict[int, int] = {}
@@ -324,7 +324,7 @@ class PrefixCache:
             if not self._has_cells or place is None or place.end <= n_held:
                 return n_held
             self._memory.remove(CELLS, target)
-            self._memory.copy(CELLS, source, target, 0, place.end_position)
+            self._memory.copy(CELLS, source, target)
             n_now = self._go_back(target, parts, place.end)
             if target == 0:
                 self._llm.input_ids[:n_now] = tokens[:n_now]
@@ -581,6 +581,7 @@ class PrefixCache:
         """Adds the cells of parts to a sequence, up to the first part that cannot be
         used. Deletes the blocks from that part on. Returns how many parts were
         added."""
+        self._memory.share_stream(SCRATCH, sequence)
         with KVBlocks() as read:
             n_added = sum(
                 1
@@ -629,6 +630,7 @@ class PrefixCache:
         if not new or first > new[0].first_position:
             return
         memory = self._memory
+        memory.share_stream(SCRATCH, sequence)
         memory.copy(kind, sequence, SCRATCH)
         memory.remove(kind, sequence)
         try:
@@ -853,14 +855,6 @@ def _hash(*parts: str | bytes) -> str:
     return hashlib.blake2b(joined, digest_size=16).hexdigest()
 
 
-def _n_streams(llm: UpstreamLlama) -> int:
-    """Returns the number of streams that the KV cache is divided into. With more than
-    one, each sequence has its own cells, which llama.cpp can only copy as a whole to
-    another sequence."""
-    params = llm.context_params
-    return 1 if params.kv_unified else int(params.n_seq_max)
-
-
 def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
     """Returns a hash of everything that blocks depend on, except owner, tokens and
     images: model, build, processor, devices and options."""
@@ -884,9 +878,8 @@ def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
         "context": {name: getattr(params, name) for name in CONTEXT_FIELDS},
         "options": {name: options.get(name) for name in LOAD_OPTIONS},
         "rope": options["n_ctx"] if layout.has_long_rope else 0,
-        "streams": _n_streams(llm),
         "passes": None
         if is_batch_invariant(llm, layout, plan)
-        else (params.n_batch, params.n_ubatch),
+        else (params.n_batch, params.n_ubatch, params.kv_unified or params.n_seq_max),
     }
     return _hash(repr(parts))

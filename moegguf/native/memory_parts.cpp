@@ -3,6 +3,7 @@
 // A class that is not listed is treated as a plain KV cache, whose cells can be removed after any position.
 #include "memory_parts.h"
 
+#include "llama-context.h"
 #include "llama-io.h"
 #include "llama-kv-cache-dsa-iswa.h"
 #include "llama-kv-cache-dsa.h"
@@ -213,11 +214,21 @@ bool moegguf_parts_seq_rm(llama_memory_t memory, uint32_t parts, llama_seq_id se
     return done;
 }
 
-void moegguf_parts_seq_cp(llama_memory_t memory, uint32_t parts, llama_seq_id from, llama_seq_id to, llama_pos p0,
+void moegguf_parts_seq_cp(llama_context * context, uint32_t parts, llama_seq_id from, llama_seq_id to, llama_pos p0,
                           llama_pos p1) {
-    for (llama_memory_i * part : chosen(*memory, parts)) { part->seq_cp(from, to, p0, p1); }
-    note_change(*memory, from, 0);
-    note_change(*memory, to, 0);
+    llama_memory_i & memory = *llama_get_memory(context);
+    for (llama_memory_i * part : chosen(memory, parts)) { part->seq_cp(from, to, p0, p1); }
+    note_change(memory, from, 0);
+    note_change(memory, to, 0);
+    // Copies cells to another stream now. llama.cpp would copy them only before the next pass, and overwrite a state
+    // that was read into the sequence until then.
+    if (!context->get_cparams().kv_unified) { context->memory_update(false); }
+}
+
+void moegguf_parts_share_stream(llama_memory_t memory, llama_seq_id seq, llama_seq_id with) {
+    for (const Part & part : parts_of(*memory)) {
+        if (auto * cache = dynamic_cast<llama_kv_cache *>(part.memory)) { cache->share_stream(seq, with); }
+    }
 }
 
 llama_pos moegguf_parts_seq_pos_min(llama_memory_t memory, uint32_t parts, llama_seq_id seq) {

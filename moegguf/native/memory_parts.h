@@ -23,10 +23,16 @@ extern "C" {
 LLAMA_API uint32_t moegguf_memory_parts(llama_memory_t memory);
 
 // The following two functions work like llama_memory_seq_rm and llama_memory_seq_cp, but only on the parts in `parts`.
+// moegguf_parts_seq_cp also copies the cells' data at once. If the sequences use different streams (sets of cells), it
+// can copy only all cells, and removes the other cells of `to`.
 LLAMA_API bool moegguf_parts_seq_rm(llama_memory_t memory, uint32_t parts, llama_seq_id seq, llama_pos p0,
                                     llama_pos p1);
-LLAMA_API void moegguf_parts_seq_cp(llama_memory_t memory, uint32_t parts, llama_seq_id from, llama_seq_id to,
+LLAMA_API void moegguf_parts_seq_cp(struct llama_context * context, uint32_t parts, llama_seq_id from, llama_seq_id to,
                                     llama_pos p0, llama_pos p1);
+
+// Makes `seq`, which must have no cells, use the stream of the sequence `with`. `seq` must not be a sequence that
+// llama.cpp evaluates.
+LLAMA_API void moegguf_parts_share_stream(llama_memory_t memory, llama_seq_id seq, llama_seq_id with);
 
 // moegguf_parts_seq_pos_min returns the largest of a sequence's first positions in these parts.
 // moegguf_parts_seq_pos_max returns the smallest of its last positions. A part without cells of the sequence has the

@@ -19,9 +19,12 @@ from moegguf.engine.kv_block_store import (
     default_folder,
     stored_blocks,
 )
+from moegguf.engine.llama import Llama
 from moegguf.engine.prefix_cache import BLOCK_TOKENS, MOST_STEP_TOKENS
+from moegguf.engine.sequences import SequenceTokens
 from moegguf.generate.engine import Engine, EngineAnswer
 from moegguf.generate.request import Sampling
+from moegguf.native.events import Phase
 from moegguf.quantities import GIB
 
 RECURRENT = [
@@ -31,6 +34,8 @@ RECURRENT = [
 WINDOWED = ["tiny-gpt-oss", "tiny-gemma4"]
 WHOLE = ["tiny-deepseek4"]
 ALL = RECURRENT + WINDOWED + WHOLE
+# Models whose sequences do not share KV cells.
+OWN_CELLS = ["tiny-qwen4exp", "tiny-deepseek4"]
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, 20
 # More tokens than two passes hold, and more than a sliding window and a pass together.
 N_LONG = 1100
@@ -98,7 +103,14 @@ def test_a_repeated_prompt_in_a_new_engine_computes_its_last_token(
 
 
 @pytest.mark.parametrize(
-    "preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-kimi-linear", *WINDOWED]
+    "preset",
+    [
+        "tiny-lfm2moe",
+        "tiny-qwen35moe",
+        "tiny-qwen4exp",  # Each sequence has its own KV cells.
+        "tiny-kimi-linear",
+        *WINDOWED,
+    ],
 )
 def test_a_sequence_shares_cells_up_to_the_nearest_state_of_another(
     tiny: TinyModel, preset: str
@@ -148,6 +160,48 @@ def test_the_next_turn_in_a_new_engine_computes_only_new_tokens(
     assert found.summary.prompt_tokens == 71
 
 
+@pytest.mark.parametrize("preset", OWN_CELLS)
+def test_contexts_are_reused_after_a_change_of_the_number_of_sequences(
+    tiny: TinyModel, preset: str
+) -> None:
+    model, prompt = tiny(preset), prompt_of(N_PROMPT)
+    expected = unkept(model, prompt)
+    for n_parallel, n_computed in ((1, N_PROMPT), (3, 1), (2, 1)):
+        with engine(model, parallel=n_parallel) as each:
+            found = answer(each, prompt)
+        assert found.logprobs == expected.logprobs
+        assert found.summary.prompt_tokens == n_computed
+
+
+@pytest.mark.parametrize("preset", OWN_CELLS)
+def test_a_copied_prefix_continues_with_a_stored_context(
+    tiny: TinyModel, preset: str
+) -> None:
+    model, prompt = tiny(preset), prompt_of(N_PROMPT)
+    n_shared = N_PROMPT - 100
+    options: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "n_seq_max": 2}
+
+    def evaluate(llm: Llama, sequence: int, tokens: list[int], n_past: int) -> bytes:
+        chunk = SequenceTokens(sequence, tokens, n_past, sequence, Phase.PREFILL)
+        rows = llm.context.eval_sequences([chunk])
+        assert rows is not None
+        return llm.context.logits(rows[0]).tobytes()
+
+    with Llama(model, verbose=False, **options) as llm:
+        assert llm.prefix_cache is not None
+        evaluate(llm, 0, prompt[:-1], 0)
+        llm.prefix_cache.store(0, prompt[:-1], N_PROMPT - 1, goes_on=False)
+        expected = evaluate(llm, 0, prompt[-1:], N_PROMPT - 1)
+    with Llama(model, verbose=False, **options) as llm:
+        assert llm.prefix_cache is not None
+        evaluate(llm, 0, prompt[:n_shared], 0)
+        assert llm.prefix_cache.copy(0, 1, prompt[:n_shared], 0) == n_shared
+        # llama.cpp delays the copy of cells until the next pass. It must not overwrite
+        # the cells of the longer context.
+        assert llm.prefix_cache.restore(1, prompt, n_shared) == N_PROMPT - 1
+        assert evaluate(llm, 1, prompt[-1:], N_PROMPT - 1) == expected
+
+
 @pytest.mark.parametrize("in_memory", [True, False], ids=["in memory", "from disk"])
 @pytest.mark.parametrize("preset", ALL)
 def test_an_edited_last_message_continues_from_the_nearest_state(
@@ -192,8 +246,7 @@ def test_two_conversations_share_the_state_of_their_common_beginning(
         ("tiny-gemma4", 2, "blocks and windows"),
         ("tiny-qwen35moe", 2, "blocks and states"),
         ("tiny-qwen4exp", 1, "blocks and states"),
-        # Each of two sequences has its own KV cells.
-        ("tiny-qwen4exp", 2, "whole states"),
+        ("tiny-qwen4exp", 2, "blocks and states"),
         ("tiny-deepseek4", 2, "whole states"),
     ],
 )
