@@ -177,7 +177,7 @@ KINDS = {
     "heads of 112": Attention(112, 112),
     "heads of 192 and 128": Attention(192, 128, 16, 2),
     "heads of 256": Attention(256, 256, tolerance=2e-5),
-    "latent": Attention(576, 512, 70, 1, tolerance=2e-5),
+    "latent": Attention(576, 512, 134, 1, tolerance=2e-5),
     "cache of q8_0": Attention(cache="q8_0", n_head=16, n_head_kv=1),
     "cache of f32": Attention(cache="f32"),
     "window": Attention(window=100, n_head=32),

@@ -307,6 +307,7 @@ struct Tile {
             is_biased = true;
             row = 0, n = n_rows;
         }
+        if (!few) { prefetch(next); }
         load_keys(of, few);
         const int key_stride = few ? 1 : n_lanes, row_stride = few ? most_keys : 1;
         float * const bias_or_none = is_biased || common != together ? bias : nullptr;
@@ -331,6 +332,19 @@ struct Tile {
                 mix(of, seen[t].seen, t, t + 1, p + (t - first) * n_heads * row_stride, key_stride, row_stride);
             }
         }
+    }
+
+    // Prefetches the keys and values of a block to the second-level cache. The processor does not foresee these
+    // addresses, because rows of other heads lie between the rows of this head.
+    void prefetch(const Block & block) const {
+        for (int i = 0; i < block.n; i++) {
+            prefetch_row(row_of(s.k, block.cells[i]), ggml_row_size(s.k->type, s.n_key));
+            prefetch_row(row_of(s.v, block.cells[i]), ggml_row_size(s.v->type, s.n_value));
+        }
+    }
+
+    static void prefetch_row(const char * row, size_t n_bytes) {
+        for (size_t at = 0; at < n_bytes; at += 64) { __builtin_prefetch(row + at, 0, 2); }
     }
 
     void load_keys(Keys & of, bool few) const {

@@ -13,9 +13,9 @@ struct Attention {
     using F = typename Isa::F;
     static constexpr int lanes = Isa::n_cols;
     static constexpr int few_halves = 128; // largest number of half floats of each key that are copied at once
-    // Maximum number of vectors of rows (in score) or of rows (in mix) that registers hold at once: 4 with AVX-512,
-    // else 2.
-    static constexpr int most_vectors = Isa::n_cols / 4;
+    // Registers hold the sums of this many vectors of rows with `lanes` / n_vectors keys each (in score), or of this
+    // many rows (in mix).
+    static constexpr int score_vectors = 2, mix_rows_at_once = Isa::n_cols / 4;
 
     template <CacheType type>
     static MOEGGUF_INLINE F load(const char * values, int64_t i) {
@@ -55,7 +55,10 @@ struct Attention {
         for (int64_t i = 0; i < n; i++, queries += n_lanes) {
             F q[n_vectors];
 #pragma GCC unroll 4
-            for (int v = 0; v < n_vectors; v++) { q[v] = Isa::load(queries + v * lanes); }
+            for (int v = 0; v < n_vectors; v++) {
+                q[v] = Isa::load(queries + v * lanes);
+                __asm__("" : "+v"(q[v])); // keeps the vector in a register; GCC would load it anew for every key
+            }
 #pragma GCC unroll 16
             for (int k = 0; k < n_keys; k++) {
                 const F key = Isa::broadcast(keys[k * n + i]);
@@ -73,7 +76,7 @@ struct Attention {
     template <int n_vectors>
     static void score_rows(const float * queries, int n_lanes, const float * keys, int n_keys, int64_t n,
                            float * scores) {
-        constexpr int n_tile = 4 * most_vectors / n_vectors;
+        constexpr int n_tile = lanes / n_vectors;
         for (int k = 0; k < n_keys; k += n_tile) {
             score_tile<n_vectors, n_tile>(queries, n_lanes, keys + k * n, n, scores + k * n_lanes);
         }
@@ -82,8 +85,8 @@ struct Attention {
     static void score(const float * queries, int n_lanes, int n_rows, const float * keys, int n_keys, int64_t n,
                       float * scores) {
         int row = 0;
-        for (; row + most_vectors * lanes <= n_rows; row += most_vectors * lanes) {
-            score_rows<most_vectors>(queries + row, n_lanes, keys, n_keys, n, scores + row);
+        for (; row + score_vectors * lanes <= n_rows; row += score_vectors * lanes) {
+            score_rows<score_vectors>(queries + row, n_lanes, keys, n_keys, n, scores + row);
         }
         for (; row < n_rows; row += lanes) { score_rows<1>(queries + row, n_lanes, keys, n_keys, n, scores + row); }
     }
@@ -287,9 +290,9 @@ struct Attention {
     static void mix_all(const float * p, int key_stride, int row_stride, int n_rows, const char * const * values,
                         int64_t n, const uint8_t * keys, int n_keys, const float * rescale, float * out) {
         int row = 0;
-        for (; row + most_vectors <= n_rows; row += most_vectors) {
-            mix_rows<type, most_vectors>(p + row * row_stride, key_stride, row_stride, values, n, keys, n_keys,
-                                         rescale + row, out + row * n);
+        for (; row + mix_rows_at_once <= n_rows; row += mix_rows_at_once) {
+            mix_rows<type, mix_rows_at_once>(p + row * row_stride, key_stride, row_stride, values, n, keys, n_keys,
+                                             rescale + row, out + row * n);
         }
         for (; row < n_rows; row++) {
             mix_rows<type, 1>(p + row * row_stride, key_stride, row_stride, values, n, keys, n_keys, rescale + row,
