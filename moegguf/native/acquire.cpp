@@ -1,8 +1,10 @@
 // acquire.cpp: the functions of Store (store.h) that handle a routing event between a router's choice and the layer's
 // multiplications. A supply is chosen for each event; it pins slots and queues transfers under the store's lock. Other
-// functions here record announced tokens, return pass failures, and resize a tier between passes. While every expert of
-// a tier is complete in its own slot and neither a listener nor watch() needs the tier's routing events, no supply is
-// chosen. The functions here then count these events, and unpin the previous layer's slots.
+// functions here record announced tokens, return pass failures, and resize a tier between passes.
+//
+// No supply is chosen for two kinds of layers. For an idle layer (Store::idle), the functions here only count the event
+// and unpin the previous layer's slots. For a layer whose slot ids the device itself looks up (mapped.h), they count
+// the event after the pass.
 #include "store.h"
 #include "switches.h"
 
@@ -277,7 +279,9 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
     if (events.on()) { events.tokens(event); }
 }
 
-// Resizes a tier. Throws Error(IO) if transfers do not end within a minute.
+// Resizes a tier. Waits until the transfers of all tiers have ended; throws Error(IO) after a minute. A smaller tier
+// vacates the slots with the highest numbers, whatever the scores of their experts. If a resident tier shrinks, its
+// layers share all slots permanently, even if the tier grows again.
 void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }

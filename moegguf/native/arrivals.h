@@ -1,7 +1,11 @@
 // arrivals.h: the order in which the CPU kernels multiply by a layer's experts. Matrices that are already in memory
 // come first, and the others follow as they arrive (ProMoE's reordered inference). Streamed experts come in a fixed
 // order. This code runs and waits on the kernels' threads: in upstream's kernels (patches/arrivals.patch) and in
-// kernels/multiply.cpp. It queues no transfers, and assigns slots to experts only at the end of a stream.
+// kernels/multiply.cpp. It queues no transfers, and changes no slots.
+//
+// The streamed supply owns the only object of class Arrivals, which also orders experts that are not streamed. When all
+// threads have used the last streamed expert, the streamed supply ends the stream on a kernel's thread
+// (ExpertStream::next()).
 #pragma once
 
 #include "tier.h"

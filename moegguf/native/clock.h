@@ -1,5 +1,5 @@
-// clock.h: a store's clock, which returns the time and runs the transfers of links, in real time or, for simulations,
-// in virtual time.
+// clock.h: a store's clock, in real time or, for simulations, in virtual time. In real time, each link's own threads
+// run its transfers. In virtual time, the clock runs them.
 //
 // A simulation has no memory for experts and no predictor thread. Code that would use either checks for a simulation
 // itself. Compute threads wait by calling the clock's wait(). The clock does not know about slots or files.
@@ -40,8 +40,8 @@ class Clock {
     // of the next transfer. It returns false if no transfer can start or end.
     virtual bool wait(std::condition_variable & changed, std::unique_lock<std::mutex> & lock, Deadline deadline) = 0;
 
-    // Adds a link, and runs its transfers from now on. In real time, the link's own threads run them, and `speed` is
-    // ignored. In virtual time, idle links start transfers in the order in which the links were added.
+    // Adds a link, whose transfers can run from now on. In real time, starts the link's own threads, and ignores
+    // `speed`. In virtual time, idle links start transfers in the order in which the links were added.
     virtual void carry(Link & link, LinkSpeed speed) = 0;
     // Starts a thread that calls body(). In virtual time, starts no thread and returns an empty one; the caller then
     // does the work itself. `what`: the thread's name in an error. Throws Error.

@@ -1,6 +1,7 @@
-// drives.h: reads the model's files, from copies on several drives or from the only copy. Reader threads read the files
-// only through class Drives, which uses files.h. Each read goes to the copy that is expected to finish it first. A copy
-// that fails is no longer used, unless it is the last one.
+// drives.h: reads the model's files, from copies on several drives or from the only copy. Reader threads and the row
+// thread (row_tables.h) read the files only through class Drives, which uses files.h. Compute threads use it to copy
+// rows that are in the page cache. Each read goes to the copy that is expected to finish it first. A copy that fails is
+// no longer used, unless it is the last one.
 //
 // This file only reads. It does not know about slots or experts.
 #pragma once

@@ -3,8 +3,12 @@
 // - While a graph is built, the hook adds nodes to layers whose experts a store holds, and reorders the nodes.
 // - While a graph runs, the scheduler's eval callback stops at a layer's expert ids, and the experts are acquired. It
 //   also stops before multiplications whose matrices are on their way, if kernels cannot wait for them (arrivals.cpp).
-//   At such a stop, the supply waits for the matrices. No layer of a tier needs a stop while every expert of the tier
-//   is complete in its own slot and neither a listener nor moegguf_store_watch() needs routing events.
+//   At such a stop, the supply waits for the matrices.
+//
+// A layer needs no stop in two cases:
+// - Every expert of the layer's tier is complete in its own slot, and neither a listener nor moegguf_store_watch()
+//   needs routing events. Such a layer is idle (Store::idle).
+// - The device looks up the layer's slot ids itself (mapped.h).
 //
 // The hook may add and move nodes. It replaces the expert ids of a node with the slot ids from Store::acquire(). It
 // does not change slots itself.

@@ -1,6 +1,7 @@
-// layout.h: the layout holds the place of each expert in the model's files, and the slot sizes. The numbering holds the
-// range of slots to which each layer's slot ids refer. Both are plain data, without I/O, and only the numbering ever
-// changes. They do not know about memory, devices, or which experts are loaded.
+// layout.h: the layout holds the place of each expert in the model's files. A layer set holds the layers of a tier and
+// the sizes of its slots. The numbering holds the range of slots to which each layer's slot ids refer. All three are
+// plain data, without I/O, and only the numbering ever changes. They do not know about memory, devices, or which
+// experts are loaded.
 #pragma once
 
 #include "moegguf.h"

@@ -2,13 +2,16 @@
 // transfer has ended.
 //
 // In real time, a link's own threads carry out its transfers, or a compute thread does (Remedy::own_copies). In virtual
-// time, the clock carries out one transfer of each link at a time (clock.h). Class Link assigns no slots: it queues
-// transfers into slots that are already assigned.
+// time, the clock carries out one transfer of each link at a time (clock.h). The functions of this class queue
+// transfers only into slots that are already assigned. Of the two kinds of links, only class Transfers also assigns
+// slots (transfers.h).
 //
 // If a transfer fails, its slot is marked as failed, and is vacated once it has no pins. A pass that has pinned the
-// slot fails with MOEGGUF_IO. A failed prefetch into a slot that no pass has pinned does not fail a pass. If a pinned
-// slot was requested again after the failed transfer had been queued, the slot is not marked as failed, and another
-// transfer is queued. Streamed matrices get no other transfer.
+// slot fails with MOEGGUF_IO. A failed prefetch into a slot that no pass has pinned does not fail a pass.
+//
+// There is one exception: the slot is pinned, and a layer or a copy has requested the slot since the transfer was
+// queued. The transfer is then queued again, and the slot is not marked as failed. Streamed matrices are never queued
+// again.
 #pragma once
 
 #include "tier.h"

@@ -6,11 +6,14 @@
 // router's expert ids into a log in the device's memory, and looks the slot ids up in the table. So the scheduler does
 // not stop at the layer.
 //
-// Between passes, the compute thread reads the log, counts the uses, and promotes experts from RAM to the device
-// (Store::end_mapped). Kernels may read every slot that the table names at any time during a pass. So while a tier is
-// `still`, only promote() evicts experts from the device's slots between passes, and the table is uploaded in the
-// compute stream before the next kernels run. The table then names an evicted expert's slot in RAM, and it names the
-// new expert's slot on the device only after the copy into that slot has ended.
+// Between passes, the compute thread reads the log, counts the uses, and promotes experts: it copies them from RAM into
+// slots on the device (Store::end_mapped). No supply takes part.
+//
+// During a pass, kernels may read every slot that the table names. So while graphs look up slot ids, the tier of the
+// device's slots is still (Tier::still): requested and forecast prefetches get no slots there. Experts lose their slots
+// there only to promoted experts, or at a layer where the scheduler stops. The table is then uploaded in the compute
+// stream before the next mapped layer runs. It names an evicted expert's slot in RAM. It names the new expert's slot on
+// the device only after the copy into that slot has ended.
 //
 // This applies while RAM holds every expert, in passes of at most most_tokens tokens that compute from slots. All other
 // passes stop at each layer (acquire.cpp). If such a layer and a mapped layer are in one pass, the table is uploaded

@@ -13,15 +13,18 @@
 //   With the remedy one_arena (switches.h), slots on devices and in RAM below them are packed instead: one arena, in
 //   which the matrices of an expert lie one after another.
 //
-//   A tier is "resident" if it was opened with a slot for each of its experts and was never shrunk. Each layer of a
-//   resident tier has its own window of n_expert slots, and slot ids are equal to expert ids. In any other tier, all
-//   layers share one window of all slots. Staging tensors form a resident tier with a window for each tensor, and its
-//   layers use these windows in turn.
+//   A tier is a set of slots for some layers (tier.h). A tier is "resident" if slot ids are equal to expert ids, which
+//   is true of two kinds of tiers:
+//   - The tier was opened with a slot for each of its experts and was never shrunk. Each of its layers has its own
+//     window of n_expert slots.
+//   - The tier consists of staging tensors for prompts (staged_supply.cpp). Each tensor is a window with a place for
+//     every expert of a layer, and layers use the tensors in turn.
+//   In any other tier, all layers share one window of all slots.
 //
-//   Each layer belongs to one entry of moegguf_config::devices. Each entry has its own tier for its layers: arenas,
-//   residency and numbering (tier.h). A device may have several entries, so that layers with small experts have small
-//   slots. A tier may be filled from slots in host memory. The entries of a device may share staging tensors for
-//   prompts (staged_supply.cpp).
+//   An entry of moegguf_config::devices names a device and its number of slots. Each layer belongs to one entry, and
+//   each entry has its own tier for its layers. A device may have several entries, so that layers with small experts
+//   have small slots. A tier may be filled from slots in host memory. The entries of a device may share staging
+//   tensors.
 //
 // Ordering
 //   1. At a routing event, the store's context unpins the slots of the previous event, and pins the slots of needed
@@ -30,14 +33,18 @@
 //      or being filled keeps its expert.
 //   2. A matrix in a slot becomes READY, with a release operation, after its bytes have been written. The slot's
 //      generation increases whenever the slot is assigned or vacated, which happens only under the store's lock.
-//   3. Unless every expert of the layer's tier is present in its own slot, a compute thread multiplies from a slot only
-//      after its context has pinned the slot under the store's lock, and after the thread itself has seen the matrix
-//      READY with an acquire load. With MOEGGUF_OVERLAP, CPU kernels that can choose the order of their matrices do
-//      this load themselves; otherwise the load comes before the kernel. The pin lasts at least until the context's
-//      next event. If slots on a device with events are filled by copies, the thread only needs to see that the copy
-//      was submitted, and its stream waits for the copy. Copies into staging tensors are an exception: the thread waits
-//      for their end. For streamed experts, an acquire load of the stream's own record replaces READY. A failed pass
-//      may compute with any slot, because its results are not used.
+//   3. A compute thread multiplies by a matrix in a slot only after two steps:
+//      - Its context has pinned the slot under the store's lock. The pin lasts at least until the context's next event.
+//      - The thread itself has seen that the matrix is READY, with an acquire load. With MOEGGUF_OVERLAP, CPU kernels
+//        that can choose the order of their matrices do this load themselves. Otherwise the load comes before the
+//        kernel.
+//      There are five exceptions:
+//      - While every expert of the layer's tier is present in its own slot, the thread needs neither step.
+//      - If the device looks up slot ids itself, the thread needs neither step (mapped.h).
+//      - If copies fill the slots of a device with events, the thread only needs to see that the copy was submitted.
+//        Its stream then waits for the copy. For a copy into a staging tensor, the thread itself waits.
+//      - For streamed experts, an acquire load of the stream's own record replaces the load of READY.
+//      - A failed pass may compute with any slot, because its results are not used.
 //   4. A slot from which another slot is filled stays pinned until the other slot is complete or has been vacated.
 //   5. A place in a staging tensor changes its expert only while it is not pinned and no copy into it is under way.
 //
@@ -50,9 +57,13 @@
 //   reader threads   : read with pread into read buffers, and write into slots.
 //   copy threads     : one for each tier that is filled from RAM (including staging tensors). They copy from slots in
 //                      RAM, or from other slots on the same device.
+//   row thread       : reads rows of tables that are not in the page cache, for compute threads (row_tables.h).
 //   predictor thread : takes records from compute threads, predicts, and requests prefetches under the store's lock.
 //   event thread     : calls the listener's callbacks, which may call the functions below. No other thread of the
 //                      store calls application code.
+//   other threads    : need no store. One thread fills KV cache blocks (kv_blocks.cpp). While a model loads, tasks read
+//                      and convert weights (loading.h). An idle OpenMP team makes compute threads spin only briefly
+//                      (class ShortSpins in threads.h).
 //   any thread       : may call all other functions below, unless a comment says otherwise. Counters change without
 //                      the lock, so during an event some counters may be more up to date than others.
 //
@@ -95,7 +106,9 @@ enum moegguf_status {
 enum moegguf_kind { MOEGGUF_GATE = 0, MOEGGUF_UP = 1, MOEGGUF_DOWN = 2, MOEGGUF_GATE_UP = 3 };
 
 enum moegguf_flag {
-    MOEGGUF_REPACK = 1 << 0,  // slots on the CPU have the interleaved layout where the CPU kernels support it
+    // Slots on the CPU are repacked where the CPU kernels support it: rows of a matrix are interleaved, so that a
+    // kernel multiplies by several rows at once.
+    MOEGGUF_REPACK = 1 << 0,
     MOEGGUF_DIRECT = 1 << 1,  // shards are read with O_DIRECT if a test read with it returns the right bytes
     MOEGGUF_CHUNKED = 1 << 2, // prefetches are read matrix by matrix, so that a demand waits for at most one matrix
     // A routing event drops its layer's requested prefetches that have no slot yet, and the layer's queued prefetches
@@ -103,8 +116,8 @@ enum moegguf_flag {
     // experts are staged, drop nothing.
     MOEGGUF_PREEMPT = 1 << 3,
     MOEGGUF_OVERLAP = 1 << 4, // a layer may start running before all of its matrices have arrived
-    // If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
-    // that the layer does not need. This does not happen if the layer's experts are staged.
+    // If several tokens choose nearly all experts of a layer (a sweep), experts of the next layer are prefetched into
+    // the slots that the layer does not need. This does not happen if the layer's experts are staged.
     //
     // A pass of several tokens is also treated as a sweep if the previous pass also had several tokens and used more
     // experts than there are slots. In a sweep, experts of the layer that is needed last are evicted first, unless the

@@ -1,7 +1,9 @@
 // pool.h: the memory of expert slots on one ggml device, and the tensors by which llama.cpp multiplies.
 //
-// A pool allocates, writes and frees its own arenas (one for each matrix kind), and binds its tensors to them. It does
-// not know which expert is in a slot. Callers ensure that only one thread at a time writes a matrix of a slot.
+// A pool allocates, writes and frees arenas, and binds its tensors to them. Usually it has an arena for each matrix
+// kind. If slots are packed (Strides in layout.h), one arena holds all kinds. If a device looks up slot ids itself
+// (mapped.h), the arenas of its slots lie in memory that the pool of the slots in RAM owns. A pool does not know which
+// expert is in a slot. Callers ensure that only one thread at a time writes a matrix of a slot.
 #pragma once
 
 #include "layout.h"

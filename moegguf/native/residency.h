@@ -2,18 +2,22 @@
 //
 // In a resident tier, each expert has its own slot. In any other tier, a new expert gets a free slot or, if there is
 // none, the slot of a victim. It gets no slot if there is no victim. A prefetched expert also gets none unless the
-// victim is worth less (Worth).
+// victim is worth less (struct Worth in policies/policy.h).
 //
 // Each layer has at most one candidate for eviction (eviction_order.h). A slot that is pinned, or into which a transfer
 // is under way, is not a candidate. A slot whose transfers are only queued can be a candidate. The victim is the
-// candidate with the lowest policy score. If scores are equal, it is the least recently used expert or, in a sweep, the
-// expert of the layer that is needed last. A layer with no more than its share of slots loses one only if no layer
-// above its share has a candidate.
+// candidate with the lowest policy score. If scores are equal, it is the least recently used expert. In a sweep, it is
+// the expert of the layer that is needed last. A sweep means that several tokens use nearly all experts (LayerStep in
+// policies/policy.h).
+//
+// Each layer has a floor, which is a number of slots. A layer with no more slots than its floor loses one only if no
+// layer above its own floor has a candidate. Floors are above 0 only while the tier has fewer slots than one token uses
+// in all of the tier's layers (set_floors()).
 //
 // Only class Residency changes slots. Class Tier calls the functions below to assign, pin, unpin and vacate slots
-// (tier.h). Class Link calls them to record the state of transfers (link.h). Supplies call end_stream() when a stream
-// has ended. Supplies and the transfer queue also record requests, prefetches and dropped transfers. Residency knows
-// nothing about memory, files or threads, and its counters cover only its own tier.
+// (tier.h). Class Link calls them to record the state of transfers (link.h). The streamed supply calls end_stream()
+// when a stream has ended. Supplies and the transfer queue also record requests, prefetches and dropped transfers.
+// Residency knows nothing about memory, files or threads, and its counters cover only its own tier.
 #pragma once
 
 #include "eviction_order.h"

@@ -1,6 +1,6 @@
 // shared.h: the state that most parts of one store share: the lock, flags, the cancel switch, the store-wide counters,
-// the clock, and the functions with which compute threads wait. Each tier has counters of its own (tier.h). The watch
-// switch is in class Store, and the listener's state is in class Events.
+// the clock, and the functions with which compute threads wait. Each tier has counters of its own (tier.h). The
+// switch of moegguf_store_watch() is in class Store, and the listener's state is in class Events.
 //
 // READY bits (Residency::ready) are read without the lock. A thread that finds a needed bit unset takes the lock and
 // waits on `done`, which is notified at the end of each transfer. The wait also ends when the store is cancelled or is

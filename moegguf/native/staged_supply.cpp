@@ -5,7 +5,7 @@
 // the most used experts.
 //
 // This supply may pin, assign and vacate slots of staging tiers. It may fill slots of the device with a prompt's
-// experts, and queue copies into staging tensors and slots.
+// experts, borrow slots as sources of its copies, and queue copies into staging tensors and slots.
 #include "supply.h"
 
 #include <algorithm>

@@ -29,9 +29,9 @@ class Store {
     // this function, changes slots and queues transfers.
     void acquire(const Choice & choice);
 
-    // Returns true if a routing event of layer il needs no work. This requires that all experts of all layers in this
-    // layer's tier are complete in their own slots. No listener may be registered, and watching (watch()) must be off.
-    // In addition, the store must not be cancelled, and this must not be a forked child process. Needs no lock.
+    // Returns true if layer il is idle: its routing events need no work. This requires that all experts of all layers
+    // in this layer's tier are complete in their own slots. No listener may be registered, and watching (watch()) must
+    // be off. In addition, the store must not be cancelled, and this must not be a forked child process. Needs no lock.
     bool idle(int il) const;
     // Counts a routing event of an idle layer. The chosen experts are not known. Each choice counts as a different
     // expert, up to the layer's number of experts.

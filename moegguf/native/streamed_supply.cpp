@@ -6,7 +6,8 @@
 // pipeline of DuoServe-MoE (section 5.2).
 //
 // This supply may pin and assign slots of the CPU's tier. It chooses the streamed matrix that readers read next, and
-// the one by which kernels multiply next. When a stream has ended, its last experts keep their slots.
+// the one by which kernels multiply next. When a stream has ended, each of its slots keeps the expert that was streamed
+// through it last.
 #include "arrivals.h"
 #include "supply.h"
 

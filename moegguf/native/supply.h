@@ -5,11 +5,13 @@
 // needs more slots at once than exist, the pass fails. moegguf/engine/solver.py plans passes that fit.
 //
 // A store has one context, because it serves one llama_context. The context is the state of this llama_context in the
-// store: the announced tokens, the position in a pass, the routing event, the pinned slots, and the failure.
+// store: the announced tokens, the position in a pass, the routing event, the pinned slots, and the failure. Tokens are
+// announced if the caller names them to the store before their pass (moegguf_context_announce).
 //
-// A supply may pin slots for a context, assign slots to absent experts, borrow the slots from which it copies, vacate
-// slots, and queue transfers. It reads no file itself. A context belongs to the compute thread, which also records the
-// context's failures. Pins change under the store's lock.
+// Every supply pins slots for a context, assigns slots to absent experts, and queues demands. If a tier is filled from
+// RAM, the transfer queue finds the slots from which demanded experts are copied. Only the staged supply itself borrows
+// and vacates slots. A supply reads no file. A context belongs to the compute thread, which also records the context's
+// failures. Pins change under the store's lock.
 #pragma once
 
 #include "policies/policy.h"

@@ -1,4 +1,4 @@
-// tier.cpp: implements tier.h: the verbs that change a slot, tier sizes, and the tiers of a store.
+// tier.cpp: implements tier.h: the operations on slots, tier sizes, and the tiers of a store.
 #include "tier.h"
 
 #include "clock.h"

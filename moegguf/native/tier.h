@@ -1,14 +1,18 @@
 // tier.h: a tier is a set of slots in one kind of memory, for some layers. It owns the slots' memory (Pool), their
 // numbering, and the bookkeeping of their experts (Residency). It knows the slots of other tiers from which its own
-// slots are filled. A store has a tier for each entry of moegguf_config::devices; a device may have several entries.
-// The store may also have a tier in RAM that fills the tiers of devices. The staging tensors of a device form another
-// tier, for prompts. The device's entries that are filled from RAM and cannot hold every expert share these tensors.
+// slots are filled.
+//
+// A store has a tier for each entry of moegguf_config::devices: a device, or some of a device's layers. The store may
+// also have a tier in RAM that fills the tiers of devices. The staging tensors of a device form another tier, for
+// prompts. An entry has no staging tensors if it has a slot for every expert, or if its slots are not filled from RAM.
+// All other entries of the device share the tensors.
 //
 // A slot has space for any expert of the tier's layers. Several entries for one device therefore save memory if some
 // layers have larger experts than others.
 //
 // Supplies pin (class Pinned), assign and unpin the slots of layers. The staged supply also borrows the slots from
-// which it copies. The transfer queue assigns slots to prefetches, and assigns and borrows the slots in RAM from which
+// which it copies. Class Mapped assigns slots between passes, and borrows the slots in RAM from which it fills them.
+// The transfer queue (class Transfers) assigns slots to prefetches, and assigns and borrows the slots in RAM from which
 // device slots are filled. Both kinds of links settle a slot when a transfer into it has ended. A slot that failed is
 // vacated once it has no pins.
 //
@@ -104,10 +108,10 @@ class Tier {
     Tier * staged_for = nullptr;
     Tier * staging = nullptr; // if this is a tier with slots: the staging tier of the same device; nullptr: none
     int slot_tokens = 0;      // events with more tokens use the staging tier, if there is one
-    bool still = false;       // true: experts may be evicted from the tier only between passes (mapped.h)
+    bool still = false;       // true: requests and forecasts get no slots in the tier (mapped.h)
     int pass_slots = 0;       // number of slots that a pass may need at once; Store::resize() refuses fewer
 
-    // The verbs that change a slot. A slot is free, holds an expert, or has a layer's experts streamed through it.
+    // The operations on slots. A slot is free, holds an expert, or has a layer's experts streamed through it.
     // - assign reserves a free slot, or else the slot of a victim, for an expert or for a layer's stream. In a resident
     //   or staging tier, an expert can get only its own slot.
     // - borrow makes a slot of another tier the source of a slot. The source is pinned until the slot is complete or

@@ -1,16 +1,19 @@
-// transfers.h: the queue of transfers, and the link from the model's files. The queue decides which bytes move next:
-// reads that layers wait for (demands), and prefetches. Copies from RAM to a device belong to another link (copies.h).
+// transfers.h: the link from the model's files, and the decision which bytes move next. Other files call class
+// Transfers the transfer queue. It has a queue of demands (reads that layers wait for), a queue of prefetches that have
+// slots, and for each cause a queue of experts to prefetch (Want). Copies from RAM to a device belong to another link
+// with its own queues (copies.h).
 //
-// A reader thread takes the next job under the store's lock. Streamed reads come first, then demands and prefetches. A
-// prefetch gets its slot only when a reader takes it, and may evict another expert. A forecast that is too late by then
-// is dropped. The thread reads the bytes without the lock. Then it takes the lock again, marks the matrix as ready,
-// settles the slot, and queues copies for slots on a device that wait for the matrix. If a layer needs an expert whose
-// prefetch is still queued, demands for its matrices are queued, and readers skip the older jobs.
+// A reader thread takes the next job under the store's lock. Streamed reads come first. With MOEGGUF_DEMAND_FIRST,
+// demands come next, then prefetches. A prefetch gets its slot only when a reader takes it, and may evict another
+// expert. A forecast that is too late by then is dropped. The thread reads the bytes without the lock. Then it takes
+// the lock again, marks the matrix as ready, settles the slot, and queues copies for slots on a device that wait for
+// the matrix. If a layer needs an expert whose prefetch is still queued, demands for its matrices are queued, and
+// readers skip the older jobs.
 //
 // This class also finds the source of each slot that is filled through RAM, for demands and for prefetches. It borrows
-// the slot that holds the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch
-// usually occupies a slot on the device and one in RAM. If no slot in RAM can be assigned, the bytes are read
-// directly into the device's slot. This class may assign, borrow, fill and vacate slots of every tier.
+// the slot that holds the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch usually
+// occupies a slot on the device and one in RAM. If no slot in RAM can be assigned, the bytes are read directly into the
+// device's slot. This class may assign, borrow, fill and vacate slots of every tier.
 #pragma once
 
 #include "copies.h"
@@ -19,7 +22,9 @@
 
 namespace moegguf {
 
-// The cause of a prefetch. Causes are served in this order.
+// The cause of a prefetch. Causes are served in this order. request: moegguf_store_want(), or a layer that uses nearly
+// all of its experts. forecast: the predictor. warm_start: experts that earlier runs used, which fill free slots after
+// a load.
 enum class Cause : uint8_t { request, forecast, warm_start };
 
 // An expert to prefetch. A forecast evicts only an expert whose chance of use is below `value`. If the policy's scores
@@ -128,7 +133,7 @@ class Transfers final : public Link {
     const size_t n_to_fill_;
     bool paused_ = false;
     bool fill_paused_ = false;
-    LayerStep now_;      // layer step of the last routing event
+    LayerStep now_;      // step of the last routing event
     float chunk_ns_ = 0; // moving average of the time of one transfer in ns
     float layer_ns_ = 0; // moving average of the time per layer in ns, in passes of one token, without stalls
     uint64_t computed_ns_ = 0;

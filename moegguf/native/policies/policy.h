@@ -2,6 +2,10 @@
 // expert, which routing events and forecasts may change. Policies contain only arithmetic, and use neither threads nor
 // locks.
 //
+// The Residency of each tier owns one policy. It reports to the policy which experts are used, get slots or lose them,
+// and passes on routers' choices from supplies and forecasts from the forecaster. Scores from a caller (ScoreTable)
+// replace only the policies of devices that run layers.
+//
 // To add a policy, write a class in this folder, and add a `const PolicyType` for it to the table in policies.cpp. If
 // the class is in its own file, declare the PolicyType below. Python finds the policy by its name in this table.
 #pragma once
