@@ -89,7 +89,7 @@ DEVICE_GAIN, CPU_GAIN = 10, 5
 # computation.
 SPEED_SPREAD = 0.7
 # Assumed bytes that memory delivers while one byte is read from a disk or copied over a
-# link.
+# link. Measured speeds would not improve the choice of a pass: see `solver.ABOUT`.
 MEMORY_PER_DISK = 16
 
 Kind = Literal["resident", "layers", "slots", "cpu"]
