@@ -1,17 +1,26 @@
 """Tests the number of tokens of a pass that plans choose. The model files contain
 headers but no weights."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from moegguf.controller.hit_rates import typical_hit_rate
-from moegguf.engine.cost import ANSWER_TOKENS, touched_bytes
+from moegguf.engine.cost import (
+    ANSWER_TOKENS,
+    ModelBytes,
+    Speeds,
+    prompt_tokens_per_s,
+    touched_bytes,
+)
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import Machine, Memory
 from moegguf.engine.plan import Plan
+from moegguf.engine.run_hits import RunHits, read_prompt_token_s
 from moegguf.engine.solver import make_plan
+from moegguf.engine.stats import Stats
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.quantities import GIB
 from tools.models import PRESETS, write_sparse_model
@@ -84,3 +93,28 @@ def test_short_contexts_have_shorter_passes(layout: ExpertLayout) -> None:
     n_ubatches = [plan(layout, 0.5, n_ctx).n_ubatch for n_ctx in (512, 1024, 8192)]
     assert n_ubatches == sorted(n_ubatches)
     assert n_ubatches[0] == 512 < n_ubatches[-1]
+
+
+def test_estimated_prompt_speed_uses_the_shortest_time_of_a_long_prompt(
+    layout: ExpertLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
+    prompt = Stats(tokens=1000, passes=2, eval_s=12.0, stall_s=2.0)
+    busy = replace(prompt, eval_s=30.0)
+    short_passes = replace(prompt, passes=20, eval_s=3.0)
+    for on_device, prompts, token_s in (
+        (True, [prompt], 0.0),
+        (False, [short_passes, Stats()], 0.0),
+        (False, [busy, prompt], 0.01),
+        (False, [busy], 0.01),
+    ):
+        hits = RunHits(layout, on_device)
+        for found in prompts:
+            hits.add_prompt(found)
+        hits.save()
+        assert read_prompt_token_s(layout) == token_s
+    model = ModelBytes.of(layout)
+    speeds = replace(Speeds.of_cpu(1e15, 1e15), cpu_prompt_token_s=0.01)
+    assert prompt_tokens_per_s(
+        layout, model, speeds, 512, 1.0, dense_on_cpu=True
+    ) == pytest.approx(100)
