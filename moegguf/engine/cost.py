@@ -22,7 +22,8 @@ agree with published measurements.
 
 A pass of a prompt takes at least the time to read the weights of each used expert once.
 It also takes at least the time of the same number of single tokens, divided by
-DEVICE_GAIN or CPU_GAIN. Reads from the disk overlap with all computation, and copies to
+DEVICE_GAIN or CPU_GAIN. If the CPU computes everything, and has computed prompts of the
+model before, their time is used instead. Reads from the disk overlap with all computation, and copies to
 the device overlap with the device's computation. The best placement takes the least
 time for a typical request: a prompt of PROMPT_TOKENS and an answer of ANSWER_TOKENS.
 
@@ -89,7 +90,7 @@ DEVICE_GAIN, CPU_GAIN = 10, 5
 # computation.
 SPEED_SPREAD = 0.7
 # Assumed bytes that memory delivers while one byte is read from a disk or copied over a
-# link.
+# link. Measured speeds would not improve the choice of a pass: see `solver.ABOUT`.
 MEMORY_PER_DISK = 16
 
 Kind = Literal["resident", "layers", "slots", "cpu"]
@@ -152,6 +153,9 @@ class Speeds:
     # Speed for weights outside experts; 0: as fast as experts.
     device_dense_bytes_per_s: float = 0.0
     cpu_dense_bytes_per_s: float = 0.0
+    # Seconds that the CPU computes for a token of a prompt, measured with earlier
+    # prompts; 0: not measured.
+    cpu_prompt_token_s: float = 0.0
 
     def __post_init__(self) -> None:
         speeds = (
@@ -332,6 +336,8 @@ def prompt_tokens_per_s(
         DEVICE_GAIN, not dense_on_cpu, 1 - on_cpu, speeds.device_bytes_per_s
     )
     cpu_s = multiply_s(CPU_GAIN, dense_on_cpu, on_cpu, speeds.cpu_bytes_per_s)
+    if dense_on_cpu and speeds.cpu_prompt_token_s:
+        cpu_s = n_tokens * speeds.cpu_prompt_token_s
     copies_s = touched * copied / speeds.copies.bytes_per_s
     reads_s = touched * read / speeds.disk_bytes_per_s
     return n_tokens / max(max(device_s, copies_s) + cpu_s, reads_s)

@@ -69,7 +69,7 @@ class Loader:
         self.controller: LiveController | None = None
         self.threads: GovernedThreads | None = None
         self.recording: Recording | None = None
-        self.run_hits = RunHits(load_plan.layout)
+        self.run_hits = RunHits(load_plan.layout, load_plan.plan.on_device)
         self._saves_uses = False
         self._artifacts = Artifacts(load_plan.layout)
         self._threadpool: Threadpool | None = None

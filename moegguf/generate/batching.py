@@ -316,7 +316,10 @@ class BatchLoop:
             # recorded if the client sent the context as tokens, since these may not be
             # real text.
             if not self._running and not work.request.begins_with_token:
-                self._llm.context.run_hits.add(work.summary.answer_stats)
+                summary = work.summary
+                run_hits = self._llm.context.run_hits
+                run_hits.add(summary.answer_stats)
+                run_hits.add_prompt(summary.stats - summary.answer_stats)
         work.events.on_end(work.summary, error)
 
     def _stats_now(self) -> Stats:

@@ -23,6 +23,7 @@ from moegguf.engine.learnt import learnt_facts
 from moegguf.engine.load import plan_here, read_model
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.plan import Plan, slot_bytes
+from moegguf.engine.run_hits import read_prompt_token_s
 from moegguf.engine.solver import make_plan, predict
 from moegguf.engine.speeds import expert_read_speed
 from moegguf.errors import ModelNotFoundError, OptionError
@@ -189,6 +190,8 @@ def estimate_model(
         on_cpu = Speeds.of_cpu(
             memory_bytes_per_s, disk.bytes_per_s if disk else memory_bytes_per_s
         )
+        if is_here and layout.is_moe:
+            on_cpu = replace(on_cpu, cpu_prompt_token_s=read_prompt_token_s(layout))
         # Predicts with unlimited RAM, so "auto" is a slot for every expert, and with the
         # context length of the plan for this machine.
         if device:
@@ -292,7 +295,8 @@ def _cpu_placements(
             asdict(placement) | {"text": text} for text, placement in predicted.items()
         ],
         "hit_rates": curve.source,
-        "assumed_prompt_gain": CPU_GAIN,
+        # None: prompts have been timed
+        "assumed_prompt_gain": None if speeds.cpu_prompt_token_s else CPU_GAIN,
     }
 
 

@@ -311,7 +311,8 @@ def print_estimate(facts: Facts) -> None:
         _section("What to expect while it answers", _expectation_rows(facts))
     if facts["cpu"]:
         gain = facts["cpu"]["assumed_prompt_gain"]
-        title = f"Speed on the CPU (assumed: memory is the limit; prompts {gain} times as fast)"
+        prompts = f"prompts {gain} times as fast" if gain else "prompts as timed before"
+        title = f"Speed on the CPU (assumed: memory is the limit; {prompts})"
         _section(title, _placement_rows(facts["cpu"]), right=(1, 2, 3))
         if facts["expected"]["reads_tokens_per_s"]:
             print_renderable(Padding(Text(_bound_text(facts)), (0, 0, 1, 4)))

@@ -13,7 +13,7 @@ import pytest
 from answering import DEMO, QUESTION, reply
 
 import moegguf
-from moegguf.engine.run_hits import read_run_hits
+from moegguf.engine.run_hits import read_prompt_token_s, read_run_hits
 from moegguf.errors import ClosedError, ContextError, OptionError
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import REPEAT_LIMIT, Sampling
@@ -75,6 +75,18 @@ def test_the_hit_rate_of_a_run_is_stored_for_texts_but_not_tokens(
         assert read_run_hits(layout) == (
             {0.25: pytest.approx(stats.hit_rate)} if is_kept else {}
         )
+
+
+def test_the_time_of_a_long_prompt_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
+    layout = read_layout(demo_path() or "")
+    for n_words, is_kept in ((4, False), (200, True)):
+        with moegguf.Engine(DEMO, parallel=1, n_ctx=512, expert_cache="25%") as engine:
+            answer = engine.generate(["run " * n_words], max_tokens=1)[0]
+        per_token_s = answer.summary.prompt_s / answer.summary.prompt_tokens
+        assert (0 < read_prompt_token_s(layout) <= per_token_s) == is_kept
 
 
 def test_generate_accepts_sampling_fields_as_keywords(engine: Engine) -> None:
