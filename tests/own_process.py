@@ -25,9 +25,11 @@ Result = TypeVar("Result")
 # Seconds for a call: less than the time limit of a test.
 LONGEST_S = int(os.environ.get("MOEGGUF_LONGEST_TEST_S", "120")) * 3 // 4
 # Modules that the fork server imports in advance. It skips modules that are not on the
-# path, as in some test folders.
-IMPORTED = ["pytest", "moegguf.generate.engine", "moegguf.testing.link_device", "tools.models", "rpc_device", "running",
-            "answering"]  # fmt: skip
+# path, as in some test folders. MOEGGUF_LIBRARY may name a build without libllama
+# (tools/sanitize.py), with which modules of the engine cannot be imported.
+IMPORTED = ["pytest", "moegguf.testing.link_device", "tools.models", "rpc_device"]
+if "MOEGGUF_LIBRARY" not in os.environ:
+    IMPORTED += ["moegguf.generate.engine", "running", "answering"]
 
 
 @functools.cache
