@@ -145,12 +145,14 @@ class Watchdog:
             self._pause_tokens -= 1
             self.on = self.on and self._pause_tokens > 0
             self._weighs = self._pause_tokens == 0 and self._link_ns is not None
-        elif self._is_compared(n_last):
-            self._period_ns.append(now_ns - previous)
-            if len(self._period_ns) == (
-                self.options.on_tokens if self.on else self.options.off_tokens
-            ):
-                self._end_period()
+        else:
+            self._note_sequences(n_last)
+            if not self._n_others:
+                self._period_ns.append(now_ns - previous)
+                if len(self._period_ns) == (
+                    self.options.on_tokens if self.on else self.options.off_tokens
+                ):
+                    self._end_period()
 
     def pause(self) -> None:
         """Records that the next pass processes a prompt. The time between the last call
@@ -176,11 +178,10 @@ class Watchdog:
             2 * self._next_pause_tokens, self.options.max_pause_tokens
         )
 
-    def _is_compared(self, n_sequences: int) -> bool:
-        """Returns True if the trial counts a pass of `n_sequences` sequences, because
-        it compares passes with this number of sequences. After more than `off_tokens`
-        other passes in a row, restarts the trial with `n_sequences` and counts this
-        pass."""
+    def _note_sequences(self, n_sequences: int) -> None:
+        """Counts consecutive passes with another number of sequences than the trial
+        compares. After more than `off_tokens` such passes, restarts the trial with
+        `n_sequences`."""
         self._n_others = self._n_others + 1 if n_sequences != self._n_sequences else 0
         if self._n_others > self.options.off_tokens:
             self._n_sequences = n_sequences
@@ -188,7 +189,6 @@ class Watchdog:
             self.on = False
             self._period_ns = []
             self._periods_ns = {False: [], True: []}
-        return not self._n_others
 
     def _end_period(self) -> None:
         self._periods_ns[self.on].append(self._period_ns[1:])
