@@ -10,9 +10,8 @@ import numpy as np
 
 from moegguf.decisions import log_decision
 
-# Lengths of the periods of a trial, in tokens.
-OFF_TOKENS = 8  # without prefetching
-ON_TOKENS = 16  # with prefetching
+OFF_TOKENS = 8  # tokens in a period without prefetching
+ON_TOKENS = 16  # tokens in a period with prefetching
 # Maximum number of periods of each kind (with and without prefetching) in a trial.
 PERIODS = 8
 # A trial may end early only after this many periods of each kind, at the end of a pair.
