@@ -254,7 +254,7 @@ def test_options_table_has_every_setting_and_prints_the_options_page() -> None:
 def test_defaults_in_the_options_table_are_the_defaults_of_settings(
     kind: type[Environment] | type[Settings],
 ) -> None:
-    # For None and "", the table describes how the default is chosen later.
+    # The table describes how a default of None or "" is chosen later.
     defaults = {
         name: default
         for name, default in vars(kind()).items()
