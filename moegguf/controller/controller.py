@@ -105,7 +105,7 @@ class Controller:
         self.history = History(shape)
         self.options = options
         watched = options.prefetch is not None and options.prefetch.watchdog
-        self.watchdog = Watchdog(link_ns=options.link_ns) if watched else None
+        self.watchdog = Watchdog(options.link_ns) if watched else None
         self.seconds = 0.0  # seconds spent in announce() and observe()
         self.n_events = 0  # routing events observed
         self.stopped = False

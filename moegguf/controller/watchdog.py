@@ -4,48 +4,36 @@ off when it does not save enough time."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
 from moegguf.decisions import log_decision
 
-
-@dataclass(frozen=True)
-class WatchdogOptions:
-    """Lengths and thresholds of the trials that compare decoding with and without
-    prefetching.
-
-    After `least_periods` pairs of periods (one without and one with prefetching), a
-    trial may end early at the end of any pair. A larger `certainty` makes it less
-    likely that a trial ends early by chance.
-    """
-
-    off_tokens: int = 8  # tokens in a period without prefetching
-    on_tokens: int = 16  # tokens in a period with prefetching
-    # Maximum number of periods of each kind (with and without prefetching) in a trial.
-    periods: int = 8
-    # A trial may end early only after this many periods of each kind.
-    least_periods: int = 2
-    # A trial may end early only if the rank sum deviates from its expectation by at
-    # least this many standard errors
-    certainty: float = 3.4
-    # Number of initial tokens, which fill the slots and are not compared; prefetching
-    # is on for them, except with a `link_ns`
-    warm_tokens: int = 16
-    # Share of a token's time that prefetching must save in a trial to stay on.
-    gain: float = 0.03
-    # Length of the first pause between trials, in tokens; each further pause is twice
-    # as long, up to `max_pause_tokens`
-    pause_tokens: int = 1024
-    max_pause_tokens: int = 1 << 16
-    # Number of tokens before a trial over which the link's busy share is measured
-    # (median).
-    weighed_tokens: int = 16
-    # Minimum share of a token's time during which the link must be busy before a trial
-    # begins.
-    busy: float = 0.25
+OFF_TOKENS = 8  # tokens in a period without prefetching
+ON_TOKENS = 16  # tokens in a period with prefetching
+# Maximum number of periods of each kind (with and without prefetching) in a trial.
+PERIODS = 8
+# A trial may end early only after this many periods of each kind, at the end of a pair.
+LEAST_PERIODS = 2
+# A trial may end early only if the rank sum deviates from its expectation by at least
+# this many standard errors. A larger number makes it less likely that a trial ends
+# early by chance.
+CERTAINTY = 3.4
+# Number of initial tokens, which fill the slots and are not compared. Prefetching is on
+# for them, except with a `link_ns`.
+WARM_TOKENS = 16
+# Share of a token's time that prefetching must save in a trial to stay on.
+GAIN = 0.03
+# Length of the first pause between trials, in tokens. Each further pause is twice as
+# long, up to MAX_PAUSE_TOKENS.
+PAUSE_TOKENS = 1024
+MAX_PAUSE_TOKENS = 1 << 16
+# Number of tokens before a trial over which the link's busy share is measured (median).
+WEIGHED_TOKENS = 16
+# Minimum share of a token's time during which the link must be busy before a trial
+# begins.
+BUSY = 0.25
 
 
 class Watchdog:
@@ -62,8 +50,8 @@ class Watchdog:
     period is left out, because the preceding period affects it.
 
     A trial ends early if the difference is clear. For this test, token times with
-    prefetching are first divided by 1 - `gain`. A rank test must then find them shorter
-    or longer than the times without prefetching by at least `certainty` standard
+    prefetching are first divided by 1 - GAIN. A rank test must then find them shorter
+    or longer than the times without prefetching by at least CERTAINTY standard
     errors, and the medians of the periods must agree. Ranks are used so that a few slow
     tokens do not decide the result.
 
@@ -72,25 +60,20 @@ class Watchdog:
 
     If a pass decodes one token for each of several sequences, these count as a single
     token. A trial compares passes with the same number of sequences. Other passes are
-    ignored. After more than `off_tokens` other passes in a row, the trial restarts with
+    ignored. After more than OFF_TOKENS other passes in a row, the trial restarts with
     the last pass's number of sequences.
 
     Prefetching can save at most the time that the link spends copying. `link_ns`
     returns the link's busy time so far in ns. With a `link_ns`, a trial begins only if
-    the link was busy for at least the share `busy` of a token's time (median over
+    the link was busy for at least the share BUSY of a token's time (median over
     tokens). Prefetching is off until the first trial, and while this share is measured
     before a later trial. If the share is too small, prefetching stays off, and the
-    share is measured again after a pause. The first `warm_tokens` tokens fill slots and
+    share is measured again after a pause. The first WARM_TOKENS tokens fill slots and
     are not counted.
     """
 
-    def __init__(
-        self,
-        options: WatchdogOptions | None = None,
-        link_ns: Callable[[], int] | None = None,
-    ) -> None:
-        self.options = options or WatchdogOptions()
-        self.on = self.options.warm_tokens > 0 and link_ns is None
+    def __init__(self, link_ns: Callable[[], int] | None = None) -> None:
+        self.on = WARM_TOKENS > 0 and link_ns is None
         self.trials = 0
         # Share of a token's time that prefetching saved in the last trial; None: no
         # trial has ended
@@ -100,9 +83,9 @@ class Watchdog:
         # Share of each measured token's time during which the link was busy.
         self._busy_shares: list[float] = []
         self._weighs = link_ns is not None
-        self._warm_tokens = self.options.warm_tokens
+        self._warm_tokens = WARM_TOKENS
         self._pause_tokens = 0
-        self._next_pause_tokens = self.options.pause_tokens
+        self._next_pause_tokens = PAUSE_TOKENS
         self._period_ns: list[int] = []
         self._periods_ns: dict[bool, list[list[int]]] = {False: [], True: []}
         self._previous_ns: int | None = None
@@ -145,12 +128,12 @@ class Watchdog:
             self._pause_tokens -= 1
             self.on = self.on and self._pause_tokens > 0
             self._weighs = self._pause_tokens == 0 and self._link_ns is not None
-        elif self._is_compared(n_last):
-            self._period_ns.append(now_ns - previous)
-            if len(self._period_ns) == (
-                self.options.on_tokens if self.on else self.options.off_tokens
-            ):
-                self._end_period()
+        else:
+            self._note_sequences(n_last)
+            if not self._n_others:
+                self._period_ns.append(now_ns - previous)
+                if len(self._period_ns) == (ON_TOKENS if self.on else OFF_TOKENS):
+                    self._end_period()
 
     def pause(self) -> None:
         """Records that the next pass processes a prompt. The time between the last call
@@ -159,36 +142,30 @@ class Watchdog:
 
     def _weigh(self, busy_share: float) -> None:
         self._busy_shares.append(busy_share)
-        if len(self._busy_shares) < self.options.weighed_tokens:
+        if len(self._busy_shares) < WEIGHED_TOKENS:
             return
         busy = median(self._busy_shares)
         self._busy_shares = []
         self._weighs = False
-        if busy < self.options.busy:
+        if busy < BUSY:
             self._rest()
-            log_decision(
-                "prefetch_not_tried", link_busy=round(busy, 3), needed=self.options.busy
-            )
+            log_decision("prefetch_not_tried", link_busy=round(busy, 3), needed=BUSY)
 
     def _rest(self) -> None:
         self._pause_tokens = self._next_pause_tokens
-        self._next_pause_tokens = min(
-            2 * self._next_pause_tokens, self.options.max_pause_tokens
-        )
+        self._next_pause_tokens = min(2 * self._next_pause_tokens, MAX_PAUSE_TOKENS)
 
-    def _is_compared(self, n_sequences: int) -> bool:
-        """Returns True if the trial counts a pass of `n_sequences` sequences, because
-        it compares passes with this number of sequences. After more than `off_tokens`
-        other passes in a row, restarts the trial with `n_sequences` and counts this
-        pass."""
+    def _note_sequences(self, n_sequences: int) -> None:
+        """Counts consecutive passes with another number of sequences than the trial
+        compares. After more than OFF_TOKENS such passes, restarts the trial with
+        `n_sequences`."""
         self._n_others = self._n_others + 1 if n_sequences != self._n_sequences else 0
-        if self._n_others > self.options.off_tokens:
+        if self._n_others > OFF_TOKENS:
             self._n_sequences = n_sequences
             self._n_others = 0
             self.on = False
             self._period_ns = []
             self._periods_ns = {False: [], True: []}
-        return not self._n_others
 
     def _end_period(self) -> None:
         self._periods_ns[self.on].append(self._period_ns[1:])
@@ -196,10 +173,7 @@ class Watchdog:
         ended_pair = self.on
         self.on = not self.on
         n = len(self._periods_ns[True])
-        if ended_pair and (
-            n == self.options.periods
-            or (n >= self.options.least_periods and self._is_clear())
-        ):
+        if ended_pair and (n == PERIODS or (n >= LEAST_PERIODS and self._is_clear())):
             self._decide()
 
     def _is_clear(self) -> bool:
@@ -210,15 +184,13 @@ class Watchdog:
             np.concatenate(self._periods_ns[on]).astype(np.float64)
             for on in (False, True)
         )
-        with_ /= 1 - self.options.gain
+        with_ /= 1 - GAIN
         # -1 to 1; 1: every token with prefetching was faster than every token without
         wins = np.sign(without[:, np.newaxis] - with_).mean()
         n = len(without)
         m = len(with_)
         errors = wins * np.sqrt(3 * n * m / (n + m + 1))
-        return bool(abs(errors) >= self.options.certainty) and (errors > 0) == (
-            self._gain() >= self.options.gain
-        )
+        return bool(abs(errors) >= CERTAINTY) and (errors > 0) == (self._gain() >= GAIN)
 
     def _gain(self) -> float:
         without = self._token_ns(False)
@@ -234,11 +206,11 @@ class Watchdog:
         self._periods_ns = {False: [], True: []}
         self._rest()
         self.trials += 1
-        self.on = self.last_gain >= self.options.gain
+        self.on = self.last_gain >= GAIN
         log_decision(
             "prefetch_switched",
             on=self.on,
             gain=round(self.last_gain, 3),
-            needed=self.options.gain,
+            needed=GAIN,
             trial=self.trials,
         )

@@ -341,7 +341,7 @@ class BatchLoop:
         drafter = self._drafter
         if (
             drafter is not None
-            and drafter.gate.is_due()
+            and drafter.gate.begin_pass()
             and all(each.decodes for each in step)
         ):
             drafter.propose(step)

@@ -210,7 +210,7 @@ class DraftGate:
         """Returns new estimates for one answer, one for each source of drafts."""
         return [Acceptance(0.5, MEMORY, base) for base in self.acceptance]
 
-    def is_due(self) -> bool:
+    def begin_pass(self) -> bool:
         """Counts down the passes to skip. Returns True if none is left, so that the
         next pass may have drafts. Must be called once before each pass."""
         self._n_resting -= 1
@@ -262,7 +262,7 @@ class DraftGate:
         spent_s: float = 0.0,
     ) -> None:
         """Records the time of a pass with `n_sequences` decoding sequences, after
-        `is_due` returned True.
+        `begin_pass` returned True.
 
         spent_s: CPU time of the search for drafts, which is included in `seconds`. If
         nothing was drafted, `spent_s` is treated as lost time, not as part of a pass

@@ -298,7 +298,7 @@ class KvSequences:
             kv.tokens = source.tokens[: self._copy(source, kv, n_shared)]
         n_held = len(kv.tokens)
         own = [other for other in prompts if other.owner == kv.owner]
-        awaited = [other for other in own if self._awaits(sequence, other)]
+        awaited = [other for other in own if self._await_prefix(sequence, other)]
         if awaited:
             return False
         if self._llm.prefix_cache is not None:
@@ -336,10 +336,10 @@ class KvSequences:
             else n_held
         )
 
-    def _awaits(self, sequence: Sequence, other: Sequence) -> bool:
+    def _await_prefix(self, sequence: Sequence, other: Sequence) -> bool:
         """Returns True if the prompt of `sequence` has to wait until a prefix that it
         shares with `other` has been evaluated. A recurrent state can be copied only at
-        the end of this prefix. So for models with such a state, this method also
+        the end of this prefix. So for models with such a state, this method first
         reduces `other.n_next`, to make the step stop there."""
         n_shared = common_tokens(other.context, sequence.context[:-1])
         if n_shared < sequence.n_evaluated + MIN_SHARED_TOKENS:

@@ -360,15 +360,16 @@ class Sequence:
         )
         if delta is not None and delta.thinking:
             summary.thinking_tokens = summary.answer_tokens
-        if self._repeats(token):
+        if self._count_repeats(token):
             self._end("length")
         if transcript.stop_string or summary.answer_tokens >= self.limit:
             self._end("stop" if transcript.stop_string else "length")
         return delta
 
-    def _repeats(self, token: int) -> bool:
-        """Returns True if the answer should end because it only repeats one token, or
-        (after many more tokens) a short cycle of tokens. Leading and trailing
+    def _count_repeats(self, token: int) -> bool:
+        """Counts how often the last tokens have repeated one token, or a short cycle of
+        tokens. Returns True if the answer should end because of these repeats. A cycle
+        may repeat for many more tokens than one token may. Leading and trailing
         whitespace of a token's text is ignored."""
         if not (limit := self.request.repeat_limit):
             return False

@@ -35,29 +35,26 @@ from moegguf.text import without_surrogates
 MAX_TEXT = 1 << 20
 ROLES = ("system", "user", "assistant", "tool")
 
-INTS = (
-    "num_ctx num_batch num_gpu main_gpu num_thread draft_num_predict num_keep seed num_predict top_k repeat_last_n"
-    " mirostat num_gqa reasoning_budget_tokens dry_allowed_length dry_penalty_last_n"
-).split()
-FLOATS = (
-    "top_p min_p typical_p tfs_z temperature repeat_penalty presence_penalty frequency_penalty mirostat_tau"
-    " mirostat_eta top_n_sigma xtc_probability xtc_threshold dry_multiplier dry_base"
-).split()
-SWITCHES = "use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only embedding_only penalize_newline".split()
-TEXTS = (BUDGETS["RAM"], "draft", "reasoning_budget_message")
+_OPTIONS = {
+    option.name: option for option in OPTIONS.values() if option.scope == "request"
+} | {name: OPTIONS[option] for name, option in LOAD_PARAMETERS.items()}
+_TYPES = {"whole": int, "threads": int, "number": float, "paths": list}
+_SWITCHES = "use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only embedding_only penalize_newline".split()
 PARAMETERS: dict[str, type] = {
-    **dict.fromkeys(INTS, int), **dict.fromkeys(FLOATS, float), **dict.fromkeys(SWITCHES, bool),
-    **dict.fromkeys(TEXTS, str), "stop": list, "mirror": list,
-}  # fmt: skip
+    **{name: _TYPES.get(option.kind, str) for name, option in _OPTIONS.items()},
+    "stop": list,
+    # Ollama's options that have no effect here.
+    **dict.fromkeys(("main_gpu", "draft_num_predict", "num_gqa"), int),
+    **dict.fromkeys(_SWITCHES, bool),
+    "tfs_z": float,
+}
 """{parameter: type of its value}, for Ollama's options (api/types.go) and moegguf's
 own. A parameter with the type list may be given several times."""
 
 RANGES = {
     name: (option.least, option.most)
-    for name in PARAMETERS
-    if (option := OPTIONS.get(LOAD_PARAMETERS.get(name, name)))
-    and option.least is not None
-    and option.most is not None
+    for name, option in _OPTIONS.items()
+    if option.least is not None and option.most is not None
 }
 """{parameter: (smallest value, largest value)}, without parameters that lack one of
 these limits."""

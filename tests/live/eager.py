@@ -15,7 +15,7 @@ class Eager(DraftGate):
     """A gate that always allows WIDTH drafted tokens from each source, for each
     answer."""
 
-    def is_due(self) -> bool:
+    def begin_pass(self) -> bool:
         return True
 
     def widths(self, answers: Sequence[Sequence[Acceptance]]) -> list[list[int]]:

@@ -31,7 +31,7 @@ from running import (
     share_for,
 )
 
-from moegguf.controller.watchdog import WatchdogOptions
+from moegguf.controller.watchdog import OFF_TOKENS, WARM_TOKENS, WEIGHED_TOKENS
 from moegguf.engine import loader
 from moegguf.engine.devices import find_gpus
 from moegguf.engine.pinning import refused_bytes
@@ -60,7 +60,7 @@ OPTIONS: dict[str, Any] = {
 }
 LINK = Link(8e9, 5e-6)
 DEVICE_BYTES = 256 << 20
-WEIGHED_AT = WatchdogOptions().warm_tokens + WatchdogOptions().weighed_tokens  # tokens
+WEIGHED_AT = WARM_TOKENS + WEIGHED_TOKENS
 # Models with recurrent layers are left out, because slots do not depend on the parts of
 # a layer before its experts.
 TINY = [
@@ -442,7 +442,7 @@ def test_prefetching_on_a_device_begins_after_the_link_is_measured(path: Path) -
     }
     states = []
     with Llama(path, store=StoreOptions(device=device), **options, **OPTIONS) as llm:
-        for n_tokens in (0, WEIGHED_AT, 1 + WatchdogOptions().off_tokens):
+        for n_tokens in (0, WEIGHED_AT, 1 + OFF_TOKENS):
             for token in range(n_tokens):
                 llm.eval([token])
             found, predicted = (

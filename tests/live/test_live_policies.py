@@ -23,6 +23,7 @@ from running import (
     hooks_off,
     random_prompt,
 )
+from watchdog_trials import set_trials
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.forecast import Forecast
@@ -33,7 +34,7 @@ from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.strategies import STRATEGIES
-from moegguf.controller.watchdog import Watchdog, WatchdogOptions
+from moegguf.controller.watchdog import Watchdog
 from moegguf.engine.recording import TraceOptions
 from moegguf.errors import CallbackError, OptionError
 from moegguf.generate.engine import Engine
@@ -52,7 +53,6 @@ N_PROMPT, N_NEW = 24, 16
 ALL_TINY = ("tiny-qwen2moe", "tiny-qwen3moe", "tiny-mixtral", "tiny-deepseek2")
 PRESETS = ("tiny-qwen2moe", "tiny-deepseek2")
 NATIVE = native_policies().keys()
-BRIEF = WatchdogOptions(off_tokens=2, on_tokens=2, periods=1, warm_tokens=0)
 EAGER = PrefetchOptions(budget_bytes=1 << 30, least_probability=0.01, watchdog=False)
 
 
@@ -299,6 +299,7 @@ def test_unprofitable_prefetching_pauses_and_is_tried_again(
 ) -> None:
     path = own("tiny-qwen2moe")
     monkeypatch.setattr(Watchdog, "_decide", _never_pays)
+    set_trials(monkeypatch, off_tokens=2, on_tokens=2, periods=1, warm_tokens=0)
     llm = load(
         path,
         policy="next-use",
@@ -308,7 +309,7 @@ def test_unprofitable_prefetching_pauses_and_is_tried_again(
         expert_cache="30%",
     )
     controller, tokens = controller_of(llm), random_prompt(llm, 40)
-    controller.watchdog = Watchdog(BRIEF)
+    controller.watchdog = Watchdog()
     plain = load(path, policy="lru", n_ctx=512, expert_cache="30%")
     predicted = []
     for token in tokens:

@@ -74,7 +74,7 @@ def test_busy_refuses_unknown_loads_and_systems(setting: str) -> None:
 
 def test_drafts_measures_each_kind_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
     # Drafts in every pass, regardless of measured times.
-    monkeypatch.setattr(DraftGate, "is_due", lambda _self: True)
+    monkeypatch.setattr(DraftGate, "begin_pass", lambda _self: True)
     monkeypatch.setattr(
         DraftGate,
         "widths",

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moegguf.controller.predictors.base import Predictor, StorePredictor
-from moegguf.controller.predictors.eamc import EamcPredictor
+from moegguf.controller.predictors.eamc import N_MATCHES, EamcPredictor
 from moegguf.controller.predictors.routing_path import NORM_EPS
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Gating, Router, Routers
@@ -198,7 +198,7 @@ def expert_mlp(predictor: StorePredictor) -> Definition:
 
 
 def eamc(predictor: EamcPredictor) -> Definition:
-    """Predicts from the sum of the `n_matches` entries of the collection that are
+    """Predicts from the sum of the N_MATCHES entries of the collection that are
     nearest to this pass.
 
     The sum is scaled to n_expert_used. Among equally near entries, entries with more
@@ -220,9 +220,7 @@ def eamc(predictor: EamcPredictor) -> Definition:
             out=np.zeros(len(entries)),
             where=norms > 0,
         )
-        nearest = np.lexsort((-entries.sum(axis=(1, 2)), -cosines.round(6)))[
-            : predictor.n_matches
-        ]
+        nearest = np.lexsort((-entries.sum(axis=(1, 2)), -cosines.round(6)))[:N_MATCHES]
         total = entries[nearest[cosines[nearest] > 0], layers[row]].sum(axis=0)
         return (
             np.minimum(total * (predictor.shape.n_expert_used / total.sum()), 1)

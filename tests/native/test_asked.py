@@ -42,9 +42,12 @@ def announce(
     predictor.announce(Announcement(sequence, phase, np.array(tokens, np.int32)))
 
 
-def test_eamc_predictor_reproduces_figure_5_of_moe_infinity() -> None:
+def test_eamc_predictor_reproduces_figure_5_of_moe_infinity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moegguf.controller.predictors.eamc.N_MATCHES", 2)
     eamc = Eamc.from_state(np.array([ONE_TOKEN, *MATCHED], np.float32))
-    predictor = asked(lambda: EamcPredictor(FOUR, eamc, n_matches=2))
+    predictor = asked(lambda: EamcPredictor(FOUR, eamc))
     announce(predictor, 0)
     predictor.observe(routed(0, 1))
     predictor.observe(routed(1, 0))

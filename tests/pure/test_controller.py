@@ -24,6 +24,7 @@ from fake_store import (
     run_passes,
 )
 from traces import routed
+from watchdog_trials import set_trials
 
 from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.controller import ActingOptions, Controller, build_controller
@@ -34,7 +35,7 @@ from moegguf.controller.predictors.base import NoPrediction, Predictor, StorePre
 from moegguf.controller.predictors.counts import previous_token
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.prefetch import PrefetchOptions
-from moegguf.controller.watchdog import Watchdog, WatchdogOptions
+from moegguf.controller.watchdog import Watchdog
 from moegguf.errors import AllocationError
 from moegguf.native.events import Float32s, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor
@@ -83,14 +84,15 @@ def test_prompts_clear_the_scores_once_and_cause_no_prefetch() -> None:
     assert policy.calls == 12  # the policy is called for prompts, too
 
 
-FOUR_PERIODS = WatchdogOptions(
-    off_tokens=4,
-    on_tokens=4,
-    periods=2,
-    certainty=float("inf"),
-    warm_tokens=0,
-    pause_tokens=10,
-)
+# Lengths of the watchdog's trials.
+FOUR_PERIODS = {
+    "off_tokens": 4,
+    "on_tokens": 4,
+    "periods": 2,
+    "certainty": float("inf"),
+    "warm_tokens": 0,
+    "pause_tokens": 10,
+}
 
 
 def test_stopped_controller_ignores_events_and_errors() -> None:
@@ -108,14 +110,16 @@ def test_stopped_controller_ignores_events_and_errors() -> None:
     assert store.named("scores") == [1.0, 2.0]
 
 
-def test_watchdog_periods_without_prefetching_still_predict() -> None:
+def test_watchdog_periods_without_prefetching_still_predict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_trials(monkeypatch, **FOUR_PERIODS)
     store = RecordingStore()
     native = NativePolicy("next-use", takes_forecast=True)
     controller = make_controller(
         native, ScriptedPredictor(first_two, store), store, prefetch=replace(AMPLE, watchdog=True),
         clock_ns=lambda: store.clock_ns,
     )  # fmt: skip
-    controller.watchdog = Watchdog(FOUR_PERIODS)
     seen: dict[bool, set[str]] = {False: set(), True: set()}
     predicted: dict[bool, list[int]] = {False: [], True: []}
     for pass_ in range(18):
@@ -145,13 +149,16 @@ def native_prediction(
     return controller
 
 
-def test_native_predictor_is_removed_between_failed_trials() -> None:
+def test_native_predictor_is_removed_between_failed_trials(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = RecordingStore()
     controller = native_prediction(
         store, previous_token(SHAPE), prefetch=replace(AMPLE, watchdog=True)
     )
     assert store.actions == [("policy", "lru"), ("predictor", "previous-token")]
-    controller.watchdog = Watchdog(FOUR_PERIODS)
+    set_trials(monkeypatch, **FOUR_PERIODS)
+    controller.watchdog = Watchdog()
     for pass_ in range(17):
         run_pass(controller, pass_=pass_)
         store.clock_ns += 1000
@@ -330,7 +337,19 @@ def test_bad_predictor_is_dropped_with_its_forecast_and_one_warning(
     assert not controller.may_prefetch
 
 
-def test_set_predictor_failure_after_a_pause_gives_one_warning() -> None:
+def test_set_predictor_failure_after_a_pause_gives_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_trials(
+        monkeypatch,
+        off_tokens=2,
+        on_tokens=2,
+        periods=1,
+        warm_tokens=0,
+        gain=0.9,
+        pause_tokens=4,
+    )
+
     class Full(RecordingStore):
         def set_predictor(
             self, predictor: NativePredictor | None, forecast: NativeForecast
@@ -343,10 +362,6 @@ def test_set_predictor_failure_after_a_pause_gives_one_warning() -> None:
     options = ActingOptions(prefetch=PrefetchOptions())
     controller = build_controller(SHAPE, LRU, previous_token(SHAPE), store, options)
     assert controller.native
-    brief = WatchdogOptions(
-        off_tokens=2, on_tokens=2, periods=1, warm_tokens=0, gain=0.9, pause_tokens=4
-    )
-    controller.watchdog = Watchdog(brief)
 
     def decode() -> None:
         for token in range(30):

@@ -45,7 +45,7 @@ class Simulation:
             0,
         )
         while n_done < n_tokens:
-            if not self.gate.is_due():
+            if not self.gate.begin_pass():
                 seconds, n_done = seconds + 1, n_done + 1
                 self.widths.append(0)
                 continue
@@ -153,7 +153,7 @@ def seconds_in_vain(gate: DraftGate, n_passes: int, look_s: float) -> float:
     seconds = 0.0
     for _ in range(n_passes):
         seconds += 1
-        if gate.is_due():
+        if gate.begin_pass():
             spent_s = look_s * any(map(any, gate.widths([gate.of_answer()])))
             seconds += spent_s
             gate.note_pass(1, 0, 0, 1 + spent_s, spent_s)

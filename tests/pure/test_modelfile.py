@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from moegguf.errors import OptionError
 from moegguf.models.entry import ModelEntry
 from moegguf.models.recipe import (
-    FLOATS,
-    INTS,
     MAX_TEXT,
+    PARAMETERS,
     ROLES,
-    SWITCHES,
     Recipe,
     check_messages,
     check_parameters,
@@ -177,13 +175,15 @@ texts = st.text(
 )
 texts = texts | st.text(alphabet='"\n #a{%', max_size=14)
 jinja = texts.map(lambda text: "{% x %}" + text)
-values: dict[str, st.SearchStrategy[Any]] = {
-    **dict.fromkeys(INTS, st.integers(-(2**63), 2**63 - 1)),
-    **dict.fromkeys(FLOATS, st.floats(allow_nan=False, allow_infinity=False)),
-    **dict.fromkeys(SWITCHES, st.booleans()),
-    "stop": st.lists(texts, min_size=1, max_size=3),
-    "expert_cache": texts,
-    "draft": st.sampled_from(DRAFTS),
+values_of: dict[type, st.SearchStrategy[Any]] = {
+    int: st.integers(-(2**63), 2**63 - 1),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    bool: st.booleans(),
+    list: st.lists(texts, min_size=1, max_size=3),
+    str: texts,
+}
+values = {name: values_of[kind] for name, kind in PARAMETERS.items()} | {
+    "draft": st.sampled_from(DRAFTS)
 }
 messages = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": texts}),

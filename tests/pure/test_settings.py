@@ -26,6 +26,7 @@ from moegguf.settings import (
     Host,
     Settings,
     parse_host,
+    parse_option,
     read_load_keywords,
     read_settings,
 )
@@ -247,6 +248,21 @@ def test_options_table_has_every_setting_and_prints_the_options_page() -> None:
         if option.scope == "load" and option.flags
     }
     assert flags <= taken
+
+
+@pytest.mark.parametrize("kind", [Environment, Settings])
+def test_defaults_in_the_options_table_are_the_defaults_of_settings(
+    kind: type[Environment] | type[Settings],
+) -> None:
+    # The table describes how a default of None or "" is chosen later.
+    defaults = {
+        name: default
+        for name, default in vars(kind()).items()
+        if name in OPTIONS and default not in (None, "")
+    }
+    assert defaults == {
+        name: parse_option(name, OPTIONS[name].default, name) for name in defaults
+    }
 
 
 @pytest.mark.parametrize(

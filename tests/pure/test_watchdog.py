@@ -4,24 +4,34 @@ A trial compares stalls with and without prefetching. If prefetching saves too l
 the watchdog stops it, and tries again after increasingly long pauses.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from watchdog_trials import set_trials
 
-from moegguf.controller.watchdog import Watchdog, WatchdogOptions
+from moegguf.controller import watchdog
+from moegguf.controller.watchdog import Watchdog
 
-SHORT = WatchdogOptions(
-    off_tokens=8,
-    on_tokens=8,
-    periods=4,
-    warm_tokens=0,
-    pause_tokens=100,
-    max_pause_tokens=400,
-)
-WHOLE = replace(SHORT, certainty=float("inf"))  # trials that never end early
-TRIAL = SHORT.periods * (SHORT.off_tokens + SHORT.on_tokens)
-DEFAULT = WatchdogOptions()
+TRIAL = 4 * (8 + 8)  # tokens in a trial with the lengths that `short_trials` sets
+
+
+def trial_tokens() -> int:
+    return watchdog.PERIODS * (watchdog.OFF_TOKENS + watchdog.ON_TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets short trials that never end early. A test that calls `monkeypatch.undo`
+    compares with the default lengths."""
+    set_trials(
+        monkeypatch,
+        off_tokens=8,
+        on_tokens=8,
+        periods=4,
+        certainty=float("inf"),
+        warm_tokens=0,
+        pause_tokens=100,
+        max_pause_tokens=400,
+    )
 
 
 class Run:
@@ -32,14 +42,9 @@ class Run:
     """
 
     def __init__(
-        self,
-        off: float,
-        on: float,
-        noise: float = 0.0,
-        seed: int = 0,
-        options: WatchdogOptions = WHOLE,
+        self, off: float, on: float, noise: float = 0.0, seed: int = 0
     ) -> None:
-        self.dog = Watchdog(options)
+        self.dog = Watchdog()
         self.off, self.on, self.noise = off, on, noise
         self.random = np.random.default_rng(seed)
         self.stall_ns = 0
@@ -56,13 +61,15 @@ class Run:
             self.dog.token(self.stall_ns)
 
 
-def test_watchdog_prefetches_during_warm_up_without_counting_these_tokens() -> None:
-    warm = replace(WHOLE, warm_tokens=10)
-    run = Run(1000, 5000, options=warm)
+def test_watchdog_prefetches_during_warm_up_without_counting_these_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_trials(monkeypatch, warm_tokens=10)
+    run = Run(1000, 5000)
     run.tokens(10)
     assert run.was_on == [True] * 10
     run.on = 500
-    run.tokens(TRIAL + WHOLE.pause_tokens)
+    run.tokens(TRIAL + watchdog.PAUSE_TOKENS)
     assert run.dog.last_gain == pytest.approx(0.5)
     run.tokens(1)
     assert run.was_on[-1] is False, "the second trial begins with a period that counts"
@@ -71,13 +78,14 @@ def test_watchdog_prefetches_during_warm_up_without_counting_these_tokens() -> N
 @pytest.mark.parametrize(
     ("on", "stays"), [(0.7e6, True), (0.8e6, True), (1.1e6, False), (1.3e6, False)]
 )
-def test_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
-    whole = (
-        DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens) + DEFAULT.warm_tokens
-    )
+def test_clear_difference_ends_a_trial_early(
+    on: float, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    whole = trial_tokens() + watchdog.WARM_TOKENS
     lengths = []
     for seed in range(20):
-        run = Run(1e6, on, noise=0.1, seed=seed, options=DEFAULT)
+        run = Run(1e6, on, noise=0.1, seed=seed)
         while not run.dog.trials:
             run.tokens(1)
         lengths.append(len(run.was_on))
@@ -85,12 +93,12 @@ def test_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
     assert np.median(lengths) < whole / 2
 
 
-def test_equal_stalls_rarely_end_a_trial_early() -> None:
-    whole, early = DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens), 0
+def test_equal_stalls_rarely_end_a_trial_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    set_trials(monkeypatch, warm_tokens=0)
+    whole, early = trial_tokens(), 0
     for seed in range(100):  # prefetching saves about the required minimum
-        run = Run(
-            1e6, 0.97e6, noise=0.3, seed=seed, options=replace(DEFAULT, warm_tokens=0)
-        )
+        run = Run(1e6, 0.97e6, noise=0.3, seed=seed)
         run.tokens(whole - 1)
         early += run.dog.trials
     assert early <= 3
@@ -104,10 +112,10 @@ def test_watchdog_stops_prefetching_that_saves_too_little(off: int, on: int) -> 
 
 
 def test_watchdog_ignores_first_tokens_outliers_prompts_and_odd_batches() -> None:
-    dog, stall_ns = Watchdog(WHOLE), 0
+    dog, stall_ns = Watchdog(), 0
     dog.token(0)
     for n in range(TRIAL):
-        first = n % SHORT.off_tokens == 0
+        first = n % watchdog.OFF_TOKENS == 0
         stall_ns += 1_000_000 if first and dog.on else 900 if dog.on else 1000
         dog.token(stall_ns)
     assert dog.last_gain == pytest.approx(0.1)
@@ -145,7 +153,7 @@ def test_trial_restarts_after_a_lasting_change_of_the_number_of_sequences() -> N
         n_passes += 1
         run.stall_ns += 4500 if run.dog.on else 5000
         run.dog.token(run.stall_ns, 8)
-    assert n_passes == SHORT.off_tokens + 1 + TRIAL
+    assert n_passes == watchdog.OFF_TOKENS + 1 + TRIAL
     assert run.dog.on and run.dog.last_gain == pytest.approx(0.1)
 
 
@@ -171,7 +179,7 @@ class Watched(Run):
     def __init__(self, busy: float) -> None:
         super().__init__(1000, 500)
         self.busy, self.link_ns = busy, 0
-        self.dog = Watchdog(WHOLE, lambda: self.link_ns)
+        self.dog = Watchdog(lambda: self.link_ns)
         self.dog.token(0)
 
     def tokens(self, n: int) -> None:
@@ -184,23 +192,23 @@ class Watched(Run):
 
 
 def test_idle_link_starts_no_trial_and_is_checked_after_ever_longer_rests() -> None:
-    run = Watched(WHOLE.busy - 0.01)
+    run = Watched(watchdog.BUSY - 0.01)
     for rest in (100, 200, 400, 400):
-        run.tokens(WHOLE.weighed_tokens)
+        run.tokens(watchdog.WEIGHED_TOKENS)
         assert run.dog.resting
-        run.busy = WHOLE.busy + 0.01
+        run.busy = watchdog.BUSY + 0.01
         run.tokens(rest)
-        run.busy = WHOLE.busy - 0.01
+        run.busy = watchdog.BUSY - 0.01
     assert not any(run.was_on) and run.dog.trials == 0
 
 
 def test_busy_link_starts_a_trial_without_warm_up() -> None:
-    run = Watched(WHOLE.busy)
-    run.tokens(WHOLE.weighed_tokens)
+    run = Watched(watchdog.BUSY)
+    run.tokens(watchdog.WEIGHED_TOKENS)
     assert not any(run.was_on) and not run.dog.resting
     run.tokens(TRIAL)
     assert run.dog.trials == 1 and run.dog.on
-    run.tokens(WHOLE.pause_tokens)
+    run.tokens(watchdog.PAUSE_TOKENS)
     assert run.dog.resting and not run.dog.on, (
         "before the next trial the link is watched without prefetching"
     )

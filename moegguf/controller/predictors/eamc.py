@@ -9,8 +9,7 @@ from moegguf.controller.predictors.base import StorePredictor
 from moegguf.controller.shape import MoeShape
 from moegguf.native.predictor import NativePredictor, integers
 
-N_MATCHES = 8
-MOST_MATCHES = 64  # maximum number of matching entries that the store can add up
+N_MATCHES = 8  # the store can add up at most 64 matching entries
 
 
 class EamcPredictor(StorePredictor):
@@ -19,7 +18,7 @@ class EamcPredictor(StorePredictor):
     number of tokens that used it. Every later layer can be predicted.
 
     The predictor needs no training. A request's rEAM is added to the collection when
-    the request ends, or when `learned` is called. The store finds the `n_matches`
+    the request ends, or when `learned` is called. The store finds the N_MATCHES
     nearest rEAMs and adds up their counts, as in the paper, so rEAMs with more tokens
     have more weight. The paper also multiplies by the layer proximity 1 - (i - l) / L,
     where l is the current layer, i is the predicted one, and L is the number of layers.
@@ -30,18 +29,14 @@ class EamcPredictor(StorePredictor):
     else may change the collection.
     """
 
-    def __init__(
-        self, shape: MoeShape, eamc: Eamc | None = None, n_matches: int = N_MATCHES
-    ) -> None:
+    def __init__(self, shape: MoeShape, eamc: Eamc | None = None) -> None:
         super().__init__("eamc", shape, shape.n_moe_layer)
         self.eamc = eamc or Eamc(*shape.table)
-        self.n_matches = min(n_matches, MOST_MATCHES)
 
     def native(self) -> NativePredictor:
         """Returns the predictor's name, and the collection as arrays for the store."""
-        return NativePredictor(
-            self.name, self.eamc.arrays() | {"n_matches": integers(self.n_matches)}
-        )
+        n_matches = {"n_matches": integers(N_MATCHES)}
+        return NativePredictor(self.name, self.eamc.arrays() | n_matches)
 
     def learn(self, history: History) -> None:
         """Adds the rEAMs of the requests that ended with the history's last event to

@@ -48,38 +48,35 @@ def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
     - heads.weight (n_embd, n_moe_layer, n_expert) and heads.bias (n_moe_layer, n_expert).
     """
     n_embd = _length(weights, "embedding", 1)
-    n_window, n_chunk = _length(weights, "window", 0), _length(weights, "chunk", 0)
+    n_window = _length(weights, "window", 0)
+    n_chunk = _length(weights, "chunk", 0)
     embedding = QuantizedMatrix(weights.array("embedding", shape.n_vocab + 1, n_embd))
     size = shape.n_moe_layer, shape.n_expert
-    heads = _gain(weights, "output_norm", n_embd) * weights.array(
-        "heads.weight", n_embd, *size
-    ).reshape(n_embd, -1)
+    heads = weights.array("heads.weight", n_embd, *size).reshape(n_embd, -1)
+    heads = _gain(weights, "output_norm", n_embd) * heads
+    bias = weights.array("heads.bias", *size).ravel()
     arrays: dict[str, Array] = {
-        "n_embd": integers(n_embd), "n_vocab": integers(shape.n_vocab), "n_window": integers(n_window),
-        "n_chunk": integers(n_chunk), "embedding.weights": embedding.bytes, "embedding.scale": embedding.scale,
-        "window": weights.array("window", n_window, n_embd), "chunk": weights.array("chunk", n_chunk, n_embd),
-        **QuantizedMatrix(np.ascontiguousarray(heads.T), weights.array("heads.bias", *size).ravel()).arrays("heads"),
-    }  # fmt: skip
+        "n_embd": integers(n_embd),
+        "n_vocab": integers(shape.n_vocab),
+        "n_window": integers(n_window),
+        "n_chunk": integers(n_chunk),
+        "embedding.weights": embedding.bytes,
+        "embedding.scale": embedding.scale,
+        "window": weights.array("window", n_window, n_embd),
+        "chunk": weights.array("chunk", n_chunk, n_embd),
+        **QuantizedMatrix(np.ascontiguousarray(heads.T), bias).arrays("heads"),
+    }
     for part in ("encoder", "decoder"):
-        n_blocks = len(
-            {
-                name.split(".")[1]
-                for name in weights.arrays
-                if name.startswith(f"{part}.")
-            }
-        )
+        names = [name for name in weights.arrays if name.startswith(f"{part}.")]
+        n_blocks = len({name.split(".")[1] for name in names})
         arrays[f"n_{part}"] = integers(n_blocks)
-        for block in (f"{part}.{i}" for i in range(n_blocks)):
-            arrays |= _attention(weights, f"{block}.self", n_embd) | _feed_forward(
-                weights, f"{block}.feed", n_embd
-            )
+        for i in range(n_blocks):
+            block = f"{part}.{i}"
+            arrays |= _attention(weights, f"{block}.self", n_embd)
+            arrays |= _feed_forward(weights, f"{block}.feed", n_embd)
             if part == "decoder":
-                arrays |= _attention(
-                    weights,
-                    f"{block}.cross",
-                    n_embd,
-                    _gain(weights, "memory_norm", n_embd),
-                )
+                memory_gain = _gain(weights, "memory_norm", n_embd)
+                arrays |= _attention(weights, f"{block}.cross", n_embd, memory_gain)
     return StorePredictor("routing-path", shape, shape.n_moe_layer, arrays)
 
 
@@ -93,7 +90,8 @@ def _attention(
     _, n_head, n_embd_head = (
         found.shape if found is not None and found.ndim == 3 else (0, 0, 0)
     )
-    gain, size = _gain(weights, f"{name}.norm", n_embd), (n_embd, n_head, n_embd_head)
+    gain = _gain(weights, f"{name}.norm", n_embd)
+    size = n_embd, n_head, n_embd_head
     q, k, v = (
         weights.array(f"{name}.{part}", *size).reshape(n_embd, -1) for part in "qkv"
     )
@@ -115,12 +113,10 @@ def _feed_forward(weights: Weights, name: str, n_embd: int) -> dict[str, Array]:
     for the store."""
     found = weights.arrays.get(f"{name}.up")
     n_ff = found.shape[1] if found is not None and found.ndim == 2 else 0
-    up = _gain(weights, f"{name}.norm", n_embd) * weights.array(
-        f"{name}.up", n_embd, n_ff
-    )
-    return _quantized(
-        name, {"up": up, "down": weights.array(f"{name}.down", n_ff, n_embd)}
-    )
+    up = weights.array(f"{name}.up", n_embd, n_ff)
+    up = _gain(weights, f"{name}.norm", n_embd) * up
+    down = weights.array(f"{name}.down", n_ff, n_embd)
+    return _quantized(name, {"up": up, "down": down})
 
 
 def _quantized(name: str, matrices: dict[str, Float32s]) -> dict[str, Array]:
@@ -128,9 +124,8 @@ def _quantized(name: str, matrices: dict[str, Float32s]) -> dict[str, Array]:
     form that the store reads."""
     found: dict[str, Array] = {}
     for part, matrix in matrices.items():
-        found |= QuantizedMatrix(np.ascontiguousarray(matrix.T, np.float32)).arrays(
-            f"{name}.{part}"
-        )
+        transposed = np.ascontiguousarray(matrix.T, np.float32)
+        found |= QuantizedMatrix(transposed).arrays(f"{name}.{part}")
     return found
 
 

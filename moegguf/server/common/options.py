@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
     ValidationError,
+    create_model,
     model_validator,
 )
 from starlette.datastructures import State
@@ -153,39 +154,39 @@ Stop = Annotated[str, Field(max_length=limits.STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(max_length=limits.STOPS)]
 
 
-class SamplingOptions(Body):
+_TYPES: Mapping[type, Any] = {int: Whole, float: float, str: Stop}
+if TYPE_CHECKING:
+
+    class _TableOptions(Body):  # only the fields that code reads by name
+        temperature: Number = None
+        top_k: int | None = None
+        top_p: Number = None
+        reasoning_budget_tokens: int | None = None
+
+else:
+    _TableOptions = create_model(
+        "_TableOptions",
+        __base__=Body,
+        **{
+            name: (_TYPES[PARAMETERS[name]] | None, in_range(name))
+            for name, option in OPTIONS.items()
+            if option.scope == "request" and name not in ("num_predict", "num_keep")
+        },
+    )
+
+
+class SamplingOptions(_TableOptions):
     """The options that control how tokens are chosen. Most are Ollama's, and OpenAI's
     bodies accept them as keys.
 
-    Options whose names begin with `reasoning`, `dry`, `xtc` or `top_n` are
-    llama-server's. None means the model's own parameter, or else the default.
+    The base class has the options of scope `request` in the table of options. Options
+    whose names begin with `reasoning`, `dry`, `xtc` or `top_n` are llama-server's. None
+    means the model's own parameter, or else the default.
     """
 
-    seed: Whole | None = in_range("seed")  # -1: a random seed
-    temperature: Number = in_range("temperature")
-    top_k: Whole | None = in_range("top_k")
-    top_p: Number = in_range("top_p")
-    min_p: Number = in_range("min_p")
-    typical_p: Number = in_range("typical_p")
-    repeat_last_n: Whole | None = in_range("repeat_last_n")
-    repeat_penalty: Number = in_range("repeat_penalty")
-    presence_penalty: Number = in_range("presence_penalty")
-    frequency_penalty: Number = in_range("frequency_penalty")
-    top_n_sigma: Number = in_range("top_n_sigma")
-    xtc_probability: Number = in_range("xtc_probability")
-    xtc_threshold: Number = in_range("xtc_threshold")
-    dry_multiplier: Number = in_range("dry_multiplier")
-    dry_base: Number = in_range("dry_base")
-    dry_allowed_length: Whole | None = in_range("dry_allowed_length")
-    dry_penalty_last_n: Whole | None = in_range("dry_penalty_last_n")
     dry_sequence_breakers: (
         Annotated[list[Stop], Field(min_length=1, max_length=limits.STOPS)] | None
     ) = None
-    mirostat: Whole | None = in_range("mirostat")
-    mirostat_tau: Number = in_range("mirostat_tau")
-    mirostat_eta: Number = in_range("mirostat_eta")
-    reasoning_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
-    reasoning_budget_message: Stop | None = None
     stop: Stops | None = None
     # True if simultaneous requests must not change any bit of the answer.
     exact: bool | None = None
