@@ -132,6 +132,7 @@ def measure(
     def load_config(plan: Plan) -> LoadConfig:
         return LoadConfig(entry.name, str(entry.path), plan, options)
 
+    default = replace(spec, n_ctx=LoadSpec.of(settings.loading, commands=True).n_ctx)
     most_bytes, least_bytes = bytes_of(wanted), bytes_of(least)
     return ModelSize(
         wanted=most_bytes,
@@ -141,7 +142,7 @@ def measure(
         },
         plan_within=lambda room: planner.plan_within(room, least),
         load_config=load_config,
-        default_n_ctx=_default_context(layout, spec, planner.machine)
+        default_n_ctx=_best_plan(layout, default, machine).n_ctx
         if "n_ctx" in overrides
         else wanted.n_ctx,
     )
@@ -167,17 +168,6 @@ def _best_plan(layout: ExpertLayout, spec: LoadSpec, machine: Machine) -> Plan:
         endless = replace(machine, memory=_models_memory(_UNLIMITED))
         spec = replace(spec, n_ctx=sizes.n_ctx)
         return plan_load(layout, spec, endless, measure_speeds)
-
-
-def _default_context(layout: ExpertLayout, spec: LoadSpec, machine: Machine) -> int:
-    """Returns the context length of a load on `machine` that does not set one."""
-    free_bytes = (
-        sum(device.free_bytes for device in machine.devices)
-        or machine.memory.available_bytes
-    )
-    budget = spec.budgets.vram[0] if machine.devices else spec.budgets.ram
-    sizes = Sizes.of(layout, replace(spec, n_ctx=None))
-    return choose_context(layout, sizes, free_bytes, budget).n_ctx or 0
 
 
 def _models_memory(n_bytes: int) -> Memory:
