@@ -32,9 +32,6 @@ from moegguf.serving.events import LoadOverrides
 from moegguf.settings import Settings, read_environment
 
 _UNLIMITED = 1 << 62
-IN_THE_PLAN = (*BUDGETS.values(), "placement", "n_seq_max", "kv_tokens", "n_batch")
-"""Keywords of `Llama` that a plan replaces."""
-
 
 RAM = "RAM"
 Room = Mapping[str, int]
@@ -115,11 +112,11 @@ def measure(
     )
     least = planner.least()
     asked = load_keywords(given)
+    # Options that are set here override environment variables of the worker.
     options = {
-        name: value
-        for name, value in asked.items()
-        if value is not None and name not in IN_THE_PLAN
-    } | {
+        **{name: value for name, value in asked.items() if value is not None},
+        **spec.budgets.texts,
+        "placement": spec.placement,
         "n_ctx": wanted.n_ctx,
         "type_k": spec.type_k,
         "type_v": spec.type_v,

@@ -168,6 +168,13 @@ ROWS = {
     "a GPU and a KV cache": row(
         gpus=ONE, placement="slots", n_parallel=4, n_ctx=CONTEXT, type_v="q8_0"
     ),
+    "flags before a placement and budgets of the environment": row(
+        gpus=ONE,
+        n_gpu_layers=-1,
+        placement="layers",
+        vram_cache="40%",
+        environment={"PLACEMENT": "cpu", "VRAM_CACHE": "30%,20%"},
+    ),
     "every layer": row(gpus=ONE, n_gpu_layers=-1, placement="auto"),
     "some layers": row(gpus=ONE, n_gpu_layers=3, vram_cache="40%", placement="slots"),
     "no layer": row(gpus=ONE, n_gpu_layers=0),
