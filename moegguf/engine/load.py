@@ -20,7 +20,7 @@ from typing import Any
 from moegguf.engine.cost import HitRates, Speeds
 from moegguf.engine.devices import find_gpus, gpus, has_gpu
 from moegguf.engine.drafts import drafted
-from moegguf.engine.load_spec import BY_LAYERS, NO_SPLIT, LoadSpec
+from moegguf.engine.load_spec import BY_LAYERS, NO_SPLIT, ListGpus, LoadSpec
 from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, check_context
 from moegguf.engine.pinning import refused_bytes
@@ -214,11 +214,12 @@ def read_model(
     )
 
 
-def choose_gpus(layout: ExpertLayout, spec: LoadSpec) -> tuple[Device, ...] | None:
-    """Returns the result of `LoadSpec.choose_gpus` for the GPUs of this machine; None
-    if no expert store is used."""
+def choose_gpus(
+    layout: ExpertLayout, spec: LoadSpec, list_gpus: ListGpus = gpus
+) -> tuple[Device, ...] | None:
+    """Returns the result of `LoadSpec.choose_gpus`; None if no expert store is used."""
     uses_slots = layout.is_moe and read_environment().hooks
-    return spec.choose_gpus(gpus) if uses_slots else None
+    return spec.choose_gpus(list_gpus) if uses_slots else None
 
 
 def known_speeds(layout: ExpertLayout, spec: LoadSpec) -> KnownSpeeds:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moegguf.engine.devices import query_gpus
-from moegguf.engine.load import known_speeds, plan_load, read_model
-from moegguf.engine.load_spec import Budgets, LoadSpec
+from moegguf.engine.load import choose_gpus, known_speeds, plan_load, read_model
+from moegguf.engine.load_spec import Budgets, ListGpus, LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory, read_memory
 from moegguf.engine.memory import Sizes, choose_context, is_embedding
 from moegguf.engine.plan import Plan, layer_slots, slot_bytes
@@ -29,16 +29,13 @@ from moegguf.models.entry import ModelEntry
 from moegguf.options import BUDGETS, load_keywords
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
-from moegguf.settings import Settings, read_environment
+from moegguf.settings import Settings
 
 _UNLIMITED = 1 << 62
 
 RAM = "RAM"
 Room = Mapping[str, int]
 """{RAM or name of a device: bytes}"""
-ListGpus = Callable[[], Sequence[Device] | None]
-"""A function that returns the GPUs, each with the bytes that are free for all models
-together, or None if all GPUs have failed."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +96,7 @@ def measure(
     given = load_options(entry, overrides, settings)
     spec = LoadSpec.of(given, commands=True)
     layout = read_model(entry.path, spec)
-    uses_slots = layout.is_moe and read_environment().hooks
-    devices = (spec.choose_gpus(list_gpus) if uses_slots else None) or ()
-    machine = Machine(memory, devices=devices)
+    machine = Machine(memory, devices=choose_gpus(layout, spec, list_gpus) or ())
     wanted = _best_plan(layout, spec, machine)
     planner = _Planner(
         layout,
