@@ -209,9 +209,7 @@ def read_model(
     """Reads the layout of the parts of a model that are loaded. Draft heads are
     included only if they may be used. Raises the same errors as `read_layout`, and
     OptionError if the model lacks required heads."""
-    return drafted(
-        read_layout(path, vocab_only=vocab_only), spec.draft, spec.flash_attn
-    )
+    return drafted(read_layout(path, vocab_only=vocab_only), spec)
 
 
 def choose_gpus(

@@ -19,7 +19,7 @@ from moegguf.engine.devices import query_gpus
 from moegguf.engine.load import choose_gpus, known_speeds, plan_load, read_model
 from moegguf.engine.load_spec import Budgets, ListGpus, LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory, read_memory
-from moegguf.engine.memory import Sizes, choose_context, is_embedding
+from moegguf.engine.memory import Sizes, choose_context, is_embedding, may_draft
 from moegguf.engine.plan import Plan, layer_slots, slot_bytes
 from moegguf.engine.solver import make_plan
 from moegguf.errors import BudgetError
@@ -117,7 +117,7 @@ def measure(
         "type_v": spec.type_v,
         "flash_attn": spec.flash_attn,
         "embedding": is_embedding(layout.metadata),
-        "draft": spec.draft,
+        "draft": spec.draft if may_draft(spec) else "off",
         "verbose": settings.debug,
     }
 

@@ -311,14 +311,10 @@ def test_default_context_is_the_context_of_a_load_that_sets_none(
     model = moe(n_layer=6, n_expert=16, n_used=4, skip_kv=("context_length",))
     model.add("qwen2moe.context_length", U32, 1 << 20)
     entry = file_entry(model.write(tmp_path / "m.gguf"), "path", "m")
-    gpu = replace(GPU, free_bytes=2 * GIB)
-    unset, given = (
-        measure(
-            entry, overrides, Settings(loading=loading), memory_of(GIB), lambda: [gpu]
-        ).default_n_ctx
-        for overrides in ({}, {"n_ctx": 512})
-    )
-    assert given == unset == loading.get("n_ctx", 32768)
+    gpu, settings = replace(GPU, free_bytes=2 * GIB), Settings(loading=loading)
+    for overrides in ({}, {"n_ctx": 512}):
+        found = measure(entry, overrides, settings, memory_of(GIB), lambda: [gpu])
+        assert found.default_n_ctx == loading.get("n_ctx", 32768)
 
 
 def test_planned_budgets_count_the_slots_of_layers_on_the_cpu_for_ram(

@@ -506,6 +506,19 @@ def test_commands_and_llama_make_the_same_plan(
         assert of_batch(path, row, tmp_path, nothing_loads) == alone, "batch"
 
 
+@pytest.mark.parametrize(
+    "given", [row(gpus=ONE), row(environment={"KERNELS": "upstream"})]
+)
+def test_auto_loads_no_heads_where_it_never_drafts(
+    given: Row, models: dict[str, Path], given_machine: Callable[[Row], None]
+) -> None:
+    given_machine(given)
+    auto, off = (
+        of_llama(models["heads"], given, {}, draft=draft) for draft in ("auto", "off")
+    )
+    assert auto == off
+
+
 # The rows that `bench` can repeat: rows without environment variables and without flags
 # that it lacks. `bench` sets the context itself, so a row's context has no effect.
 MEASURED = [
