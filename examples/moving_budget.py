@@ -15,7 +15,7 @@ def main() -> None:
     texts = set()
     with Llama("demo", n_ctx=512, expert_cache=BUDGETS[0], verbose=False) as llm:
         for budget in BUDGETS:
-            llm.set_expert_cache(budget)
+            llm.set_budget(expert_cache=budget)
             before = llm.stats()
             answer = llm.create_chat_completion(QUESTION, temperature=0, max_tokens=60)
             texts.add(answer["choices"][0]["message"]["content"])

@@ -34,7 +34,6 @@ from moegguf.controller.strategies import find_strategy
 from moegguf.engine.devices import all_devices
 from moegguf.engine.llama import Llama
 from moegguf.engine.load_spec import parse_mirrors
-from moegguf.engine.memory import pad_context
 from moegguf.engine.sequences import SequenceTokens
 from moegguf.engine.speeds import expert_read_speed
 from moegguf.engine.stats import Stats
@@ -42,7 +41,6 @@ from moegguf.errors import LibraryError, MoeggufError, OptionError
 from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
 from moegguf.gguf.experts import read_layout
-from moegguf.gguf.reader import ggml_type
 from moegguf.native import library
 from moegguf.native.events import Phase
 from moegguf.native.store import StoreOptions
@@ -107,7 +105,6 @@ def load(spec: Spec) -> Llama:
     device = (
         simulated_links().link_device(link, spec.simulate_threads) if link else None
     )
-    n_ctx = pad_context(max(test.n_tokens for test in spec.tests))
     return Llama(
         spec.model,
         **spec.loading | ({} if spec.system == "moegguf" else {BUDGETS["RAM"]: "100%"}),
@@ -120,17 +117,10 @@ def load(spec: Spec) -> Llama:
         context_store=0,
         draft=spec.draft or "off",
         use_mmap=spec.system in ("mmap", "stock"),
-        n_ctx=n_ctx,
-        n_seq_max=spec.n_parallel,
-        kv_tokens=spec.n_parallel * n_ctx,
-        n_batch=spec.n_batch,
-        n_ubatch=spec.n_ubatch,
         n_threads=spec.n_threads,
         n_threads_batch=spec.n_threads,
         **gpu_layers,
-        type_k=ggml_type(spec.type_k),
-        type_v=ggml_type(spec.type_v),
-        flash_attn={"on": True, "off": False, "auto": None}[spec.flash_attn],
+        **spec.sizes,
         verbose=spec.verbose,
     )
 

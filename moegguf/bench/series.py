@@ -27,7 +27,7 @@ from moegguf.child import child_command, child_environment
 from moegguf.controller.strategies import OWN, STRATEGIES, find_strategy
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import MARGIN_BYTES, read_memory
-from moegguf.engine.memory import Sizes
+from moegguf.engine.memory import Sizes, pad_context
 from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.gguf.reader import ggml_type
@@ -169,6 +169,21 @@ class Spec:
         """The number of sequences that the context must hold."""
         return max(test.n_parallel for test in self.tests)
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The keywords of `Llama` for the context and the passes."""
+        n_ctx = pad_context(max(test.n_tokens for test in self.tests))
+        return {
+            "n_ctx": n_ctx,
+            "n_seq_max": self.n_parallel,
+            "kv_tokens": self.n_parallel * n_ctx,
+            "n_batch": self.n_batch,
+            "n_ubatch": self.n_ubatch,
+            "type_k": ggml_type(self.type_k),
+            "type_v": ggml_type(self.type_v),
+            "flash_attn": {"on": True, "off": False, "auto": None}[self.flash_attn],
+        }
+
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
@@ -183,10 +198,9 @@ class Spec:
             raise OptionError(
                 f"--parallel must be at least 1, but is {min(test.n_parallel for test in self.tests)}."
             )
-        ggml_type(self.type_k), ggml_type(self.type_v)
         if self.simulate_link is not None:
             parse_link(self.simulate_link)
-        LoadSpec.of(self.loading)
+        LoadSpec.of(self.loading | self.sizes)
         if self.draft is not None and self.feed != "greedy":
             raise OptionError(
                 "--draft needs answers of the model's own choice, not random tokens; add --greedy, and set the prompt's"
@@ -266,13 +280,10 @@ Runner = Callable[[BenchedSystem], Outcome]
 
 
 def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
-    """Returns the planned total size, in bytes, of all weights, one sequence's KV cache
-    and llama.cpp's buffers."""
-    n_ctx = max(test.n_tokens for test in spec.tests)
-    beside = Sizes(
-        n_ctx, type_k=ggml_type(spec.type_k), type_v=ggml_type(spec.type_v)
-    ).needs(layout, spec.n_ubatch)
-    return layout.expert_bytes + beside.total_bytes
+    """Returns the planned total size, in bytes, of all weights, the KV cache of all
+    sequences and llama.cpp's buffers."""
+    sizes = Sizes.of(layout, LoadSpec.of({**spec.sizes, "draft": "off"}))
+    return layout.expert_bytes + sizes.needs(layout, spec.n_ubatch).total_bytes
 
 
 def compared_system(

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from moegguf.engine.error_log import llama_log
-from moegguf.engine.memory import DRAFT_TOKENS, HEADS_UBATCH_TOKENS
+from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.memory import DRAFT_TOKENS, HEADS_UBATCH_TOKENS, may_draft
 from moegguf.engine.model_path import readable
 from moegguf.errors import (
     AllocationError,
@@ -172,22 +173,16 @@ class Drafts:
         self._library.drafts_close(handle)
 
 
-def drafted(
-    layout: ExpertLayout, draft: StrPath | None, flash_attn: bool | None
-) -> ExpertLayout:
-    """Returns the layout to load for this `draft` option. The layout includes the
-    model's heads (MTP) if the heads may draft. With "auto", the heads may draft only if
-    flash_attn is not False: without flash attention, a token's exact results depend on
-    the other tokens of its pass. Raises OptionError if `draft` is "mtp" and the model
-    has no heads."""
-    if draft == "mtp" and not layout.n_layer_nextn:
+def drafted(layout: ExpertLayout, spec: LoadSpec) -> ExpertLayout:
+    """Returns the layout to load for these options. The layout includes the model's
+    heads (MTP) if the heads may draft. Raises OptionError if `draft` is "mtp" and the
+    model has no heads."""
+    if spec.draft == "mtp" and not layout.n_layer_nextn:
         raise OptionError(
             f"draft='mtp' needs prediction heads of a supported architecture ({', '.join(HEADS_ARCHS)}), but"
             f" {layout.shards[0].path.name} has none; use draft='auto'."
         )
-    is_used = layout.n_layer_nextn and (
-        draft == "mtp" or (draft == "auto" and flash_attn is not False)
-    )
+    is_used = layout.n_layer_nextn and spec.draft in ("auto", "mtp") and may_draft(spec)
     return layout.with_heads() if is_used else layout
 
 

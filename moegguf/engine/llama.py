@@ -522,14 +522,6 @@ class Llama(UpstreamLlama):
         self.context.check_open()
         return self.context.controller.figures() if self.context.controller else {}
 
-    def set_expert_cache(self, expert_cache: Budget) -> None:
-        """Does the same as `set_budget(expert_cache=...)`.
-
-        Example:
-            >>> llm.set_expert_cache("50%")
-        """
-        self.set_budget(expert_cache=expert_cache)
-
     def set_budget(
         self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None
     ) -> None:

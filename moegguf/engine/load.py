@@ -20,7 +20,7 @@ from typing import Any
 from moegguf.engine.cost import HitRates, Speeds
 from moegguf.engine.devices import find_gpus, gpus, has_gpu
 from moegguf.engine.drafts import drafted
-from moegguf.engine.load_spec import BY_LAYERS, NO_SPLIT, LoadSpec
+from moegguf.engine.load_spec import BY_LAYERS, NO_SPLIT, ListGpus, LoadSpec
 from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, check_context
 from moegguf.engine.pinning import refused_bytes
@@ -209,16 +209,15 @@ def read_model(
     """Reads the layout of the parts of a model that are loaded. Draft heads are
     included only if they may be used. Raises the same errors as `read_layout`, and
     OptionError if the model lacks required heads."""
-    return drafted(
-        read_layout(path, vocab_only=vocab_only), spec.draft, spec.flash_attn
-    )
+    return drafted(read_layout(path, vocab_only=vocab_only), spec)
 
 
-def choose_gpus(layout: ExpertLayout, spec: LoadSpec) -> tuple[Device, ...] | None:
-    """Returns the result of `LoadSpec.choose_gpus` for the GPUs of this machine; None
-    if no expert store is used."""
+def choose_gpus(
+    layout: ExpertLayout, spec: LoadSpec, list_gpus: ListGpus = gpus
+) -> tuple[Device, ...] | None:
+    """Returns the result of `LoadSpec.choose_gpus`; None if no expert store is used."""
     uses_slots = layout.is_moe and read_environment().hooks
-    return spec.choose_gpus(gpus) if uses_slots else None
+    return spec.choose_gpus(list_gpus) if uses_slots else None
 
 
 def known_speeds(layout: ExpertLayout, spec: LoadSpec) -> KnownSpeeds:

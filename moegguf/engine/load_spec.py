@@ -28,6 +28,9 @@ NO_SPLIT, BY_LAYERS = 0, 1  # values of enum llama_split_mode
 AUTO = ExpertCache("auto")
 
 Budget = str | int | float | ExpertCache
+ListGpus = Callable[[], Sequence[Device] | None]
+"""A function that returns the GPUs, each with the bytes that are free for all models
+together, or None if all GPUs have failed."""
 
 
 @dataclass(frozen=True)
@@ -229,9 +232,7 @@ class LoadSpec:
             )
         return True
 
-    def choose_gpus(
-        self, list_gpus: Callable[[], Sequence[Device] | None]
-    ) -> tuple[Device, ...] | None:
+    def choose_gpus(self, list_gpus: ListGpus) -> tuple[Device, ...] | None:
         """Returns the GPUs on which experts may be placed. (): no GPU is used. None: no
         GPU has experts, and llama.cpp divides layers by its own options.
 

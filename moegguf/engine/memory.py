@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from moegguf.engine.devices import has_gpu
 from moegguf.engine.load_spec import AUTO, F16, LoadSpec
 from moegguf.engine.machine import Memory, margin_bytes
 from moegguf.engine.recurrent import (
@@ -508,11 +509,14 @@ def may_draft(spec: LoadSpec) -> bool:
     """Returns True if the options allow drafts.
 
     "auto" drafts only if every answer stays the same, bit for bit. This requires this
-    package's kernels, and that flash attention is not switched off.
+    package's kernels, that flash attention is not switched off, and that there is no
+    GPU (`sequences.is_batch_invariant`).
     """
     if spec.draft == "auto":
-        return spec.flash_attn is not False and has_kernels(
-            read_processor(), read_environment().kernels
+        return (
+            spec.flash_attn is not False
+            and has_kernels(read_processor(), read_environment().kernels)
+            and not has_gpu()
         )
     return spec.draft != "off"
 

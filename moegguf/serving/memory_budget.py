@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moegguf.engine.devices import query_gpus
-from moegguf.engine.load import known_speeds, plan_load, read_model
-from moegguf.engine.load_spec import Budgets, LoadSpec
+from moegguf.engine.load import choose_gpus, known_speeds, plan_load, read_model
+from moegguf.engine.load_spec import Budgets, ListGpus, LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory, read_memory
-from moegguf.engine.memory import Sizes, choose_context, is_embedding
+from moegguf.engine.memory import Sizes, choose_context, is_embedding, may_draft
 from moegguf.engine.plan import Plan, layer_slots, slot_bytes
 from moegguf.engine.solver import make_plan
 from moegguf.errors import BudgetError
@@ -29,19 +29,13 @@ from moegguf.models.entry import ModelEntry
 from moegguf.options import BUDGETS, load_keywords
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
-from moegguf.settings import Settings, read_environment
+from moegguf.settings import Settings
 
 _UNLIMITED = 1 << 62
-IN_THE_PLAN = (*BUDGETS.values(), "placement", "n_seq_max", "kv_tokens", "n_batch")
-"""Keywords of `Llama` that a plan replaces."""
-
 
 RAM = "RAM"
 Room = Mapping[str, int]
 """{RAM or name of a device: bytes}"""
-ListGpus = Callable[[], Sequence[Device] | None]
-"""A function that returns the GPUs, each with the bytes that are free for all models
-together, or None if all GPUs have failed."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +96,7 @@ def measure(
     given = load_options(entry, overrides, settings)
     spec = LoadSpec.of(given, commands=True)
     layout = read_model(entry.path, spec)
-    uses_slots = layout.is_moe and read_environment().hooks
-    devices = (spec.choose_gpus(list_gpus) if uses_slots else None) or ()
-    machine = Machine(memory, devices=devices)
+    machine = Machine(memory, devices=choose_gpus(layout, spec, list_gpus) or ())
     wanted = _best_plan(layout, spec, machine)
     planner = _Planner(
         layout,
@@ -115,23 +107,24 @@ def measure(
     )
     least = planner.least()
     asked = load_keywords(given)
+    # Options that are set here override environment variables of the worker.
     options = {
-        name: value
-        for name, value in asked.items()
-        if value is not None and name not in IN_THE_PLAN
-    } | {
+        **{name: value for name, value in asked.items() if value is not None},
+        **spec.budgets.texts,
+        "placement": spec.placement,
         "n_ctx": wanted.n_ctx,
         "type_k": spec.type_k,
         "type_v": spec.type_v,
         "flash_attn": spec.flash_attn,
         "embedding": is_embedding(layout.metadata),
-        "draft": spec.draft,
+        "draft": spec.draft if may_draft(spec) else "off",
         "verbose": settings.debug,
     }
 
     def load_config(plan: Plan) -> LoadConfig:
         return LoadConfig(entry.name, str(entry.path), plan, options)
 
+    default = replace(spec, n_ctx=LoadSpec.of(settings.loading, commands=True).n_ctx)
     most_bytes, least_bytes = bytes_of(wanted), bytes_of(least)
     return ModelSize(
         wanted=most_bytes,
@@ -141,7 +134,7 @@ def measure(
         },
         plan_within=lambda room: planner.plan_within(room, least),
         load_config=load_config,
-        default_n_ctx=_default_context(layout, spec, planner.machine)
+        default_n_ctx=_best_plan(layout, default, machine).n_ctx
         if "n_ctx" in overrides
         else wanted.n_ctx,
     )
@@ -167,17 +160,6 @@ def _best_plan(layout: ExpertLayout, spec: LoadSpec, machine: Machine) -> Plan:
         endless = replace(machine, memory=_models_memory(_UNLIMITED))
         spec = replace(spec, n_ctx=sizes.n_ctx)
         return plan_load(layout, spec, endless, measure_speeds)
-
-
-def _default_context(layout: ExpertLayout, spec: LoadSpec, machine: Machine) -> int:
-    """Returns the context length of a load on `machine` that does not set one."""
-    free_bytes = (
-        sum(device.free_bytes for device in machine.devices)
-        or machine.memory.available_bytes
-    )
-    budget = spec.budgets.vram[0] if machine.devices else spec.budgets.ram
-    sizes = Sizes.of(layout, replace(spec, n_ctx=None))
-    return choose_context(layout, sizes, free_bytes, budget).n_ctx or 0
 
 
 def _models_memory(n_bytes: int) -> Memory:

@@ -506,6 +506,12 @@ class ModelManager:
         if model.unloads or (model.waiting and not model.serves(model.queue[0])):
             if not model.users:
                 model.ending.set()
+                log_decision(
+                    "model_stopped",
+                    name=model.entry.name,
+                    asked=bool(model.unloads),
+                    files_changed=model.files_changed,
+                )
             return
         while model.has_room and (granted := self._next_of(model)) is not None:
             self._grant(model, granted)

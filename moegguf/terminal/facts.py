@@ -210,13 +210,7 @@ def estimate_model(
             )
             if disk:
                 speeds = replace(speeds, disk_bytes_per_s=disk.bytes_per_s)
-            free = LoadSpec(
-                plan.n_ctx,
-                type_k=spec.type_k,
-                type_v=spec.type_v,
-                flash_attn=spec.flash_attn,
-                budgets=spec.budgets,
-            )
+            free = replace(spec, n_ctx=plan.n_ctx, placement="auto", n_gpu_layers=None)
             placed = make_plan(layout, ample, free, speeds, hit_rates.curve())
         return {
             "name": layout.name,

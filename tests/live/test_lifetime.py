@@ -36,7 +36,7 @@ USES: dict[str, Callable[[Llama], Any]] = {
     "eval": lambda llm: llm.eval([1]),
     "embed": lambda llm: llm.embed("a"),
     "stats": lambda llm: llm.stats(),
-    "set_expert_cache": lambda llm: llm.set_expert_cache("50%"),
+    "set_budget": lambda llm: llm.set_budget(expert_cache="50%"),
     "call": lambda llm: llm("a", max_tokens=1),
     "stream": lambda llm: list(llm("a", max_tokens=1, stream=True)),
     "chat": lambda llm: llm.create_chat_completion(
@@ -188,7 +188,7 @@ def child_of_fork(llm: Llama) -> int:
     Returns another number for each kind of failure. The test calls this function in a
     forked child.
     """
-    for use in ("eval", "stats", "call", "generate", "embed", "set_expert_cache"):
+    for use in ("eval", "stats", "call", "generate", "embed", "set_budget"):
         try:
             USES[use](llm)
         except errors.ForkError:

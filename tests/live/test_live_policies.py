@@ -152,7 +152,7 @@ CALLS: dict[str, Callable[[Llama], object]] = {
     "eval": lambda llm: llm.eval([1]),
     "embed": lambda llm: llm.embed("x"),
     "shift": lambda llm: llm.context.shift(0, 1),
-    "budget": lambda llm: llm.set_expert_cache("30%"),
+    "budget": lambda llm: llm.set_budget(expert_cache="30%"),
     "close": lambda llm: llm.close(),
 }
 
@@ -260,7 +260,7 @@ def test_the_controller_of_a_resident_model_is_idle_until_a_shrink(
     assert np.array_equal(logits_of(llm), expected())
     assert controller_of(llm).n_events == 0
     assert given == []
-    llm.set_expert_cache("40%")
+    llm.set_budget(expert_cache="40%")
     assert np.array_equal(logits_of(llm), expected())
     assert controller_of(llm).n_events > 0
     assert sum(given) > 0

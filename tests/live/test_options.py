@@ -114,7 +114,7 @@ def test_a_model_without_experts_runs_as_plain_llama_cpp(
         == "warning: this model has no experts, so a budget for experts has no effect\n"
     )
     assert stats.eval_s > 0
-    llm.set_expert_cache("25%")
+    llm.set_budget(expert_cache="25%")
     llm.cancel()
     llm.resume()
 
@@ -125,7 +125,7 @@ def test_the_interface_is_unchanged_with_hooks_off(tiny: TinyModel, load: Load) 
     assert llm.session is None
     llm.eval([1, 2])
     assert llm.stats().lookups == 0
-    llm.set_expert_cache("25%")
+    llm.set_budget(expert_cache="25%")
 
 
 def test_absurd_context_lengths_are_refused(tiny: TinyModel) -> None:
@@ -174,7 +174,7 @@ def test_shrinking_the_budget_during_an_answer_changes_no_logit(
     for n in range(N_NEW):
         if n == N_BEFORE:
             assert llm.stats().slots_used > n_slots
-            llm.set_expert_cache(share_for(path, n_slots))
+            llm.set_budget(expert_cache=share_for(path, n_slots))
         llm.eval([int(np.argmax(llm.scores[llm.n_tokens - 1]))])
         if n >= N_BEFORE:
             stats = llm.stats()
@@ -185,7 +185,7 @@ def test_shrinking_the_budget_during_an_answer_changes_no_logit(
             assert stats.pool_bytes == share_for(path, n_slots)
     assert np.array_equal(llm.scores[: llm.n_tokens], expected)
     assert (llm.stats() - before).evictions > 0
-    llm.set_expert_cache(first)
+    llm.set_budget(expert_cache=first)
     assert np.array_equal(greedy_logits(llm), expected)
     assert llm.stats().slots_used > n_slots
 
@@ -196,7 +196,7 @@ def test_shrinking_the_budget_returns_memory(tiny: TinyModel, load: Load) -> Non
     greedy_logits(llm, n_new=1)
     llm.session.store.drain()
     full = psutil.Process().memory_info().rss
-    llm.set_expert_cache("25%")
+    llm.set_budget(expert_cache="25%")
     assert full - psutil.Process().memory_info().rss > llm.plan.budget_bytes // 2
 
 
@@ -210,12 +210,12 @@ def test_shrinking_below_the_slots_of_a_pass_is_refused(
         path, expert_cache="40%", store=StoreOptions(overlap=False), prefetch=False
     )
     with pytest.raises(BudgetError, match="at least") as caught:
-        llm.set_expert_cache(share_for(path, 8))
+        llm.set_budget(expert_cache=share_for(path, 8))
     stated = re.search(r"at least '([^']+)'", str(caught.value))
     assert stated
-    llm.set_expert_cache(stated[1])
+    llm.set_budget(expert_cache=stated[1])
     with pytest.raises(BudgetError):
-        llm.set_expert_cache(1)
+        llm.set_budget(expert_cache=1)
     greedy_logits(llm)
     assert 16 <= llm.stats().slots_used == llm.stats().n_slots < llm.plan.n_slots
 

@@ -199,6 +199,9 @@ def test_mmap_system_does_not_repack_if_a_copy_does_not_fit(tiny: Any) -> None:
         resident_bytes(layout, base) + (1 << 30),
     )
     assert compared_system("mmap", base, layout, large).spec.repack
+    two = replace(base, tests=(Test(4, 0, n_parallel=2),))
+    assert small < resident_bytes(layout, two), "with a KV cache of two sequences"
+    assert small < resident_bytes(layout, replace(base, flash_attn="off"))
     assert not compared_system("mmap", base, layout, small).spec.repack
     assert "does not fit" in compared_system("mmap", base, layout, small).note
     assert compared_system("mmap-repacked", base, layout, small).spec.repack

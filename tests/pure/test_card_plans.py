@@ -123,10 +123,11 @@ def test_supposed_speeds_predict_about_the_measured_answer_speed(
 def test_estimate_plans_a_supposed_card_like_an_unused_one(layouts: Layouts) -> None:
     layout = layouts("qwen1.5-moe-a2.7b")
     path = str(layout.shards[0].path)
-    found = plan(layout, card(8 * GB), placement="slots")
+    found = plan(layout, card(8 * GB), placement="slots", n_seq_max=4)
+    options = {"n_ctx": 2048, "n_parallel": 4, "placement": "cpu"}
     for memory, kinds in (("8GB", {"slots", "layers", "cpu"}), ("1.4GB", {"cpu"})):
         device = SupposedDevice.parse(memory, "3300GB/s", "50GB/s,30us")
-        placement = estimate_model(path, {"n_ctx": 2048}, device)["placement"]
+        placement = estimate_model(path, options, device)["placement"]
         bytes_of = {
             each["kind"]: each["slot_bytes"] for each in placement["placements"]
         }

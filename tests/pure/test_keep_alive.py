@@ -115,9 +115,13 @@ async def test_least_recently_used_idle_model_is_unloaded_first_and_logged(
         assert names(manager) == {"a", "c"}
         await generate(manager, "d", "say x")
         assert names(manager) == {"c", "d"}
-    assert [(event, of["name"], of["for_model"]) for event, of in logged] == [
+        await manager.unload("c")
+        await generate(manager, "d", "say x", {"n_ctx": 8192})
+    assert [(event, *list(of.values())[:2]) for event, of in logged] == [
         ("model_unloaded", "b:latest", "c:latest"),
         ("model_unloaded", "a:latest", "d:latest"),
+        ("model_stopped", "c:latest", True),
+        ("model_stopped", "d:latest", False),
     ]
 
 

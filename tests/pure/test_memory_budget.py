@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from gguf_builder import moe
+from gguf_builder import U32, moe
 from hypothesis import given
 from hypothesis import strategies as st
 from own_process import in_own_process
@@ -301,6 +301,20 @@ def test_n_gpu_layers_counts_a_part_of_the_layers_on_the_device(path: Path) -> N
     assert 0 < half.wanted["GPU0"] < most.wanted["GPU0"]
     plan = half.plan_within(half.wanted)
     assert plan.n_gpu_layers == 3 and sent(half, plan) == plan
+
+
+@pytest.mark.parametrize("loading", [{}, {"n_ctx": 4096}])
+def test_default_context_is_the_context_of_a_load_that_sets_none(
+    tmp_path: Path, loading: dict[str, Any]
+) -> None:
+    """The length is the solver's, or the server's own if there is one."""
+    model = moe(n_layer=6, n_expert=16, n_used=4, skip_kv=("context_length",))
+    model.add("qwen2moe.context_length", U32, 1 << 20)
+    entry = file_entry(model.write(tmp_path / "m.gguf"), "path", "m")
+    gpu, settings = replace(GPU, free_bytes=2 * GIB), Settings(loading=loading)
+    for overrides in ({}, {"n_ctx": 512}):
+        found = measure(entry, overrides, settings, memory_of(GIB), lambda: [gpu])
+        assert found.default_n_ctx == loading.get("n_ctx", 32768)
 
 
 def test_planned_budgets_count_the_slots_of_layers_on_the_cpu_for_ram(

@@ -168,6 +168,13 @@ ROWS = {
     "a GPU and a KV cache": row(
         gpus=ONE, placement="slots", n_parallel=4, n_ctx=CONTEXT, type_v="q8_0"
     ),
+    "flags before a placement and budgets of the environment": row(
+        gpus=ONE,
+        n_gpu_layers=-1,
+        placement="layers",
+        vram_cache="40%",
+        environment={"PLACEMENT": "cpu", "VRAM_CACHE": "30%,20%"},
+    ),
     "every layer": row(gpus=ONE, n_gpu_layers=-1, placement="auto"),
     "some layers": row(gpus=ONE, n_gpu_layers=3, vram_cache="40%", placement="slots"),
     "no layer": row(gpus=ONE, n_gpu_layers=0),
@@ -497,6 +504,19 @@ def test_commands_and_llama_make_the_same_plan(
         same(expected, of_estimate(path, row, files, capsys))
     if takes(batch_command, row, files):  # a single request needs only one sequence
         assert of_batch(path, row, tmp_path, nothing_loads) == alone, "batch"
+
+
+@pytest.mark.parametrize(
+    "given", [row(gpus=ONE), row(environment={"KERNELS": "upstream"})]
+)
+def test_auto_loads_no_heads_where_it_never_drafts(
+    given: Row, models: dict[str, Path], given_machine: Callable[[Row], None]
+) -> None:
+    given_machine(given)
+    auto, off = (
+        of_llama(models["heads"], given, {}, draft=draft) for draft in ("auto", "off")
+    )
+    assert auto == off
 
 
 # The rows that `bench` can repeat: rows without environment variables and without flags

@@ -202,7 +202,6 @@ class Options(SamplingOptions):
     # Limited to the number of processors; 0: the default.
     num_thread: Whole | None = in_range("num_thread")
     expert_cache: Budget = None
-    moe_cache_ram: Budget = None  # alias of `expert_cache`
     draft: Literal["auto", "off", "ngram", "mtp"] | None = None
     # Below 1: until the model or the context ends the answer.
     num_predict: Whole | None = in_range("num_predict")
@@ -232,7 +231,7 @@ class Loading(Body):
         # More threads than processors would busy-wait, and slow the whole machine down.
         if options.num_thread:
             given["num_thread"] = min(options.num_thread, count_cpus())
-        return load_overrides({"expert_cache": options.moe_cache_ram} | given)
+        return load_overrides(given)
 
     def keep_alive_s(self) -> float | None:
         """Returns how long the idle model stays loaded, in seconds. inf means forever,

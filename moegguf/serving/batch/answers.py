@@ -43,7 +43,6 @@ from moegguf.text import in_utf8
 MAX_LINE_BYTES = 33 << 20
 MAX_CUSTOM_ID_CHARS = 512
 BLOCK_BYTES = 1 << 20
-LOAD_OPTIONS = (*LOAD_PARAMETERS, "moe_cache_ram")
 _ID = re.compile(r"batch_req_([0-9a-f]{16})_([1-9]\d{0,17})")
 ADD_ANSWER = "INSERT INTO answer VALUES (?, ?, ?, ?)"
 N_REMOVED = 200  # maximum number of answers that one statement deletes
@@ -159,7 +158,11 @@ class Requests:
             group = json.dumps(
                 [
                     model,
-                    {name: options[name] for name in LOAD_OPTIONS if name in options},
+                    {
+                        name: options[name]
+                        for name in LOAD_PARAMETERS
+                        if name in options
+                    },
                 ]
             )
         except LineError as found:
