@@ -163,6 +163,7 @@ class Loader:
         llama_context_params."""
         plan = self.load_plan.plan
         params.n_rs_seq = plan.n_rs_seq
+        params.swa_full = self.load_plan.spec.whole_windows
         # Each checkpoint is a sequence for llama.cpp.
         params.n_seq_max = self.n_seq_max * (1 + plan.n_checkpoints)
         if self.n_seq_max > 1:
