@@ -307,9 +307,11 @@ class Context:
     # Evaluations.
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluates tokens of sequence 0, `n_batch` at a time. A failure restores the
-        sequence to its earlier tokens, so that the call can be repeated, but empties a
-        sequence with a recurrent state."""
+        """Evaluates tokens of sequence 0, `n_batch` at a time, or `n_ubatch` if cells
+        that have left a sliding window are reused, because `after_eval` may save them
+        first. A failure restores the sequence to its earlier tokens, so that the call
+        can be repeated. It empties a sequence with a recurrent state, and a sequence
+        whose earlier cells were reused."""
         with self._guarded():
             llm = self._llm
             phase = self.requests.next_phase(self._llm.n_tokens, len(tokens))
@@ -320,8 +322,10 @@ class Context:
                     f"this model's state cannot go back to its first {llm.n_tokens} tokens; call reset(), and evaluate"
                     " all of them again."
                 )
-            for begin in range(0, len(tokens), llm.n_batch):
-                batch = tokens[begin : begin + llm.n_batch]
+            n_ubatch = int(llm.context_params.n_ubatch)
+            n_pass = min(llm.n_batch, n_ubatch) if self._reuses_cells else llm.n_batch
+            for begin in range(0, len(tokens), n_pass):
+                batch = tokens[begin : begin + n_pass]
                 self._evaluate(
                     [
                         SequenceTokens(

@@ -147,6 +147,7 @@ class Llama(UpstreamLlama):
                 reads the context of these tokens from disk, even in another process (engine/prefix_cache.py). `Llama`
                 uses stored contexts for batch-invariant models, and never with `trace`, `lockstep`, `logits_all` or
                 `embedding`. If `context_store` is None, MOEGGUF_CONTEXT_STORE is used, or "auto" without this variable.
+                With 0, layers with a sliding window have cells for the whole context, unless `swa_full` is False.
             trace: the path of the file to which moegguf writes the recorded routing, or a `TraceOptions`.
             n_seq_max: number of sequences, of `n_ctx` tokens each, for which `moegguf.Engine` needs space in the
                 context. `Llama` itself uses one sequence. The property `n_seq_max` is 1 for models that allow only one

@@ -29,7 +29,7 @@ from moegguf.engine.recurrent import (
     shares_cells,
     state_bytes,
 )
-from moegguf.engine.windows import window_cells, window_layers
+from moegguf.engine.windows import has_whole_windows, window_cells, window_layers
 from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
@@ -320,7 +320,7 @@ class Sizes:
             reader_bytes=len(spec.mirror) * spec.store.readers * READ_BYTES,
             pools=pools,
             logits_all=spec.logits_all,
-            whole_windows=spec.whole_windows,
+            whole_windows=has_whole_windows(layout, spec),
         )
 
     @property

@@ -8,7 +8,8 @@ for the window and the tokens of a pass, and reuses the cells of older tokens
 
 from __future__ import annotations
 
-from moegguf.engine.recurrent import padded
+from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.recurrent import padded, shares_cells
 from moegguf.gguf.experts import ExpertLayout
 
 # Architectures whose files need not list the layers with a window (src/models/*.cpp):
@@ -49,6 +50,16 @@ def window_layers(layout: ExpertLayout) -> frozenset[int]:
         return layers
     first_whole = 0 if arch in GROUPS_AFTER_FIRST else n_group - 1
     return layers.difference(range(first_whole, len(layers), n_group))
+
+
+def has_whole_windows(layout: ExpertLayout, spec: LoadSpec) -> bool:
+    """Returns True if layers with a sliding window have cells for the whole context.
+
+    Always so if each sequence has its own cells. The only such models with a window are
+    those of DeepSeek V4, whose memory is not divided into parts, and whose plan counts
+    the keys of all tokens.
+    """
+    return spec.whole_windows or not shares_cells(layout)
 
 
 def window_cells(
