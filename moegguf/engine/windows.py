@@ -17,7 +17,7 @@ from moegguf.gguf.experts import ExpertLayout
 GROUPS = {
     "afmoe": 4, "exaone-moe": 4, "gemma3": 6, "gpt-oss": 2, "llama4": 4, "mellum": 4, "muse-glimmer": 4,
 }  # fmt: skip
-# The same, except that the first layer of a group has no window.
+# Here all layers of a group have a window, except the first.
 GROUPS_AFTER_FIRST = {"cohere2moe": 4, "laguna": 4, "smallthinker": 4}
 # Windows that llama.cpp does not read from the file.
 FIXED_WINDOWS = {"llama4": 8192, "smallthinker": 4096}
@@ -55,9 +55,9 @@ def window_layers(layout: ExpertLayout) -> frozenset[int]:
 def has_whole_windows(layout: ExpertLayout, spec: LoadSpec) -> bool:
     """Returns True if layers with a sliding window have cells for the whole context.
 
-    Always so if each sequence has its own cells. The only such models with a window are
-    those of DeepSeek V4, whose memory is not divided into parts, and whose plan counts
-    the keys of all tokens.
+    This is always so if each sequence has its own cells. DeepSeek V4 is the only such
+    model with a window. Its memory is not divided into parts, and its plan counts the
+    keys of all tokens.
     """
     return spec.whole_windows or not shares_cells(layout)
 
