@@ -18,9 +18,10 @@ from answering import TinyModel
 from eager import Eager
 
 from moegguf import Engine, EngineAnswer, Llama, Sampling
-from moegguf.engine.context import Context
 from moegguf.engine.prefix_cache import BLOCK_TOKENS
+from moegguf.engine.sequences import SequenceTokens
 from moegguf.generate import drafting
+from moegguf.native.events import Phase
 from moegguf.processor import has_kernels, read_processor
 from moegguf.quantities import MIB
 from moegguf.settings import read_environment
@@ -149,20 +150,9 @@ def test_a_plain_prompt_with_an_edited_end_does_not_start_anew(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_sequences_that_share_cells_of_a_window_do_not_fill_it(
-    preset: str, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+def test_prompts_with_the_same_beginning_get_the_bits_of_single_prompts(
+    preset: str, tiny: TinyModel
 ) -> None:
-    """llama.cpp does not reuse cells that several sequences share, so their cells
-    outside the windows must be dropped."""
-    n_drops = 0
-    drop = Context._drop_before_window
-
-    def counted(context: Context, sequence: int) -> None:
-        nonlocal n_drops
-        n_drops += 1
-        drop(context, sequence)
-
-    monkeypatch.setattr(Context, "_drop_before_window", counted)
     path, begin = tiny(preset), prompt_of(900)
     prompts = [
         [*begin[: 900 - 300 * (i % 3)], *prompt_of(10 + 3 * i, seed=i)]
@@ -170,10 +160,34 @@ def test_sequences_that_share_cells_of_a_window_do_not_fill_it(
     ]
     expected = fresh(path, prompts)
     with engine(path, parallel=4, n_ubatch=512) as small:
-        found = answers(small, prompts)
-        assert bits(found) == expected
-        assert sum(each.summary.cached_tokens >= 300 for each in found) > 3
-    assert n_drops > 0
+        assert bits(answers(small, prompts)) == expected
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_shared_cells_that_leave_a_window_do_not_fill_it(
+    preset: str, tiny: TinyModel
+) -> None:
+    """llama.cpp does not reuse cells that several sequences share."""
+    begin, rest = prompt_of(1000), prompt_of(200, seed=1)
+    found = []
+    for swa_full in (False, True):
+        with Llama(
+            tiny(preset), n_ctx=N_CTX, n_seq_max=4, n_ubatch=512, n_batch=512, flash_attn=True, verbose=False,
+            swa_full=swa_full,
+        ) as llm:  # fmt: skip
+            context = llm.context
+
+            def evaluate(sequence: int, tokens: list[int], n_past: int) -> bytes:
+                chunk = SequenceTokens(sequence, tokens, n_past, 0, Phase.PREFILL)
+                rows = context.eval_sequences([chunk])  # noqa: B023
+                assert rows is not None, "the cells are full"
+                return context.logits(rows[0]).tobytes()  # noqa: B023
+
+            evaluate(1, begin[:500], 0)
+            evaluate(1, begin[500:], 500)
+            assert context.copy(1, 2, 1000) and context.copy(1, 3, 1000)
+            found.append([evaluate(i, rest, 1000) for i in (1, 2, 3)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
