@@ -24,7 +24,7 @@ import numpy as np
 
 from moegguf.engine.checkpoints import Checkpoints
 from moegguf.engine.error_log import llama_log
-from moegguf.engine.memory_parts import CELLS, RECURRENT, WHOLE, MemoryParts
+from moegguf.engine.memory_parts import CELLS, RECURRENT, WHOLE, WINDOW, MemoryParts
 from moegguf.engine.projector import (
     PLACEHOLDER,
     ContextImages,
@@ -171,6 +171,7 @@ class Context:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # `llm` holds this object
         self.session = loader.session  # None: there is no expert store
         self._threads = loader.threads
+        self._n_seq_max = loader.n_seq_max
         self._mmproj = mmproj
         # Decides which experts to keep and fetch; None: there is no expert store.
         self.controller = loader.controller
@@ -193,7 +194,11 @@ class Context:
             else None,
         )
         self._evaluated: tuple[int, ...] = (0,)  # sequences of the last pass
-        if llm._is_stateful:
+        # True: cells that have left a sliding window are reused.
+        self._reuses_cells = (
+            bool(self.memory.all & WINDOW) and not llm.context_params.swa_full
+        )
+        if llm._is_stateful or self._n_swa:
             # The base class calls this to remove tokens.
             llm._ctx.kv_cache_seq_rm = self._remove
         self._batch = PassBatch(llm.n_batch)
@@ -302,9 +307,11 @@ class Context:
     # Evaluations.
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluates tokens of sequence 0, `n_batch` at a time. A failure restores the
-        sequence to its earlier tokens, so that the call can be repeated, but empties a
-        sequence with a recurrent state."""
+        """Evaluates tokens of sequence 0, `n_batch` at a time, or `n_ubatch` if cells
+        that have left a sliding window are reused, because `after_eval` may save them
+        first. A failure restores the sequence to its earlier tokens, so that the call
+        can be repeated. It empties a sequence with a recurrent state, and a sequence
+        whose earlier cells were reused."""
         with self._guarded():
             llm = self._llm
             phase = self.requests.next_phase(self._llm.n_tokens, len(tokens))
@@ -315,8 +322,10 @@ class Context:
                     f"this model's state cannot go back to its first {llm.n_tokens} tokens; call reset(), and evaluate"
                     " all of them again."
                 )
-            for begin in range(0, len(tokens), llm.n_batch):
-                batch = tokens[begin : begin + llm.n_batch]
+            n_ubatch = int(llm.context_params.n_ubatch)
+            n_pass = min(llm.n_batch, n_ubatch) if self._reuses_cells else llm.n_batch
+            for begin in range(0, len(tokens), n_pass):
+                batch = tokens[begin : begin + n_pass]
                 self._evaluate(
                     [
                         SequenceTokens(
@@ -363,10 +372,7 @@ class Context:
             )
         self._announce(chunks)
         self.rollback.before_pass(chunks)
-        self.computed(
-            lambda: llm._ctx.decode(self._batch),
-            sum(chunk.n_evaluated for chunk in chunks),
-        )
+        self.computed(self._decode, sum(chunk.n_evaluated for chunk in chunks))
         self.rollback.note_pass(chunks)
         if self.after_pass is not None:
             self.after_pass(self._batch.batch)
@@ -383,6 +389,25 @@ class Context:
                 )
                 llm.scores[own.n_past : llm.n_tokens] = logits
         return rows
+
+    def _decode(self) -> None:
+        """Calls llama_decode. If there are no free cells, drops the cells outside the
+        sliding windows, and tries once more: llama.cpp does not reuse cells that
+        several sequences share."""
+        try:
+            self._llm._ctx.decode(self._batch)
+        except RuntimeError as error:
+            if str(error) != _FULL or not self._reuses_cells:
+                raise
+            for sequence in range(self._n_seq_max):
+                self._drop_before_window(sequence)
+            self._llm._ctx.decode(self._batch)
+
+    def _drop_before_window(self, sequence: int) -> None:
+        """Drops a sequence's cells that later tokens do not need."""
+        end = self.memory.end(WINDOW, sequence) - self._n_swa
+        if end > 0:
+            self.memory.remove(WINDOW, sequence, 0, end)
 
     def _announce(self, chunks: Sequence[SequenceTokens]) -> None:
         """Announces the next pass to the controller. Also announces its tokens, with
@@ -496,6 +521,8 @@ class Context:
                 llm._requires_eval = True  # the context's logits are stale
                 if llm._is_stateful:
                     self._drop_failed()
+                elif self._n_swa:
+                    self.truncate(before)
                 else:
                     llm.n_tokens = before
                 if isinstance(error, MoeggufError):
@@ -577,8 +604,14 @@ class Context:
         if self._llm._is_stateful:
             n_lost = self.memory.end(WHOLE, sequence) - position
             return n_lost == 0 or 0 < n_lost <= self.rollback.n_back(sequence)
-        first = self.memory.first(WHOLE, sequence) if self._n_swa else 0
-        return first <= max(0, position - self._n_swa + 1)
+        return not self._n_swa or self._has_window(position, sequence)
+
+    def _has_window(self, position: int, sequence: int) -> bool:
+        """Returns True if a sequence has all tokens before `position`, except those
+        whose cells in a sliding window the next token does not need."""
+        first = self.memory.first(WHOLE, sequence)
+        is_there = self.memory.end(WHOLE, sequence) >= position
+        return is_there and first <= max(0, position - self._n_swa + 1)
 
     @property
     def returns_to_checkpoints(self) -> bool:
@@ -600,10 +633,15 @@ class Context:
 
     def _remove(self, sequence: int, first: int, last: int) -> bool:
         """Removes a sequence's tokens from position `first` up to but not including
-        `last` (-1: to the end). Used for models with a recurrent state. Returns False,
-        and changes nothing, if the state cannot be rolled back that far. The base class
-        passes sequence -1, which stands for sequence 0 here."""
+        `last` (-1: to the end). Used for models with a recurrent state or a sliding
+        window. Returns False, and changes nothing, if the sequence cannot be cut there.
+        The base class passes sequence -1, which stands for sequence 0 here."""
         sequence = max(0, sequence)
+        if not self._llm._is_stateful:
+            is_cut = first > 0 and last < 0
+            if is_cut and not self._has_window(first, sequence):
+                return False
+            return self.memory.remove(WHOLE, sequence, first, last)
         n_lost = self.memory.end(WHOLE, sequence) - first
         if first > 0 and n_lost > self.rollback.n_back(sequence):
             return False
@@ -689,6 +727,8 @@ class Context:
         llm = self._llm
         bindings = self._bindings
         with self.lock:
+            if self._reuses_cells:  # the state then fits between other sequences
+                self._drop_before_window(sequence)
             data = np.empty(
                 bindings.llama_state_seq_get_size(llm.ctx, sequence), np.uint8
             )

@@ -24,10 +24,10 @@ from moegguf.engine.drafts import Drafts, ModelDrafts
 from moegguf.engine.kv_block_store import KvBlockStore, default_folder
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import check_options, prepare
-from moegguf.engine.load_spec import Budget
+from moegguf.engine.load_spec import Budget, store_limit
 from moegguf.engine.loader import Loader, Progress
 from moegguf.engine.plan import Plan
-from moegguf.engine.prefix_cache import PrefixCache, open_prefix_cache, store_limit
+from moegguf.engine.prefix_cache import PrefixCache, open_prefix_cache
 from moegguf.engine.projector import PLACEHOLDER
 from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.resize import set_budget
@@ -147,6 +147,7 @@ class Llama(UpstreamLlama):
                 reads the context of these tokens from disk, even in another process (engine/prefix_cache.py). `Llama`
                 uses stored contexts for batch-invariant models, and never with `trace`, `lockstep`, `logits_all` or
                 `embedding`. If `context_store` is None, MOEGGUF_CONTEXT_STORE is used, or "auto" without this variable.
+                With 0, layers with a sliding window have cells for the whole context, unless `swa_full` is False.
             trace: the path of the file to which moegguf writes the recorded routing, or a `TraceOptions`.
             n_seq_max: number of sequences, of `n_ctx` tokens each, for which `moegguf.Engine` needs space in the
                 context. `Llama` itself uses one sequence. The property `n_seq_max` is 1 for models that allow only one
@@ -226,9 +227,10 @@ class Llama(UpstreamLlama):
         if draft is None and (trace or lockstep):
             # Drafts would change the routing that is recorded or replayed.
             own["draft"] = "off"
-        kept_bytes = store_limit(
-            0 if trace or lockstep or given.get("vocab_only") else context_store
-        )
+        if trace or lockstep or given.get("vocab_only"):
+            context_store = 0
+        own["context_store"] = context_store
+        kept_bytes = store_limit(context_store)
         self._drafts = ModelDrafts(own["draft"] or environment.get("draft", "auto"))
         load_plan = prepare(model_path, own, given, plan)
         self.layout = load_plan.layout
@@ -351,7 +353,8 @@ class Llama(UpstreamLlama):
         """Evaluates tokens in batches of at most `n_batch`.
 
         If the evaluation fails, the context again contains only its earlier tokens, so that you can repeat the call. A
-        context with a recurrent state is empty after a failure. Raises MoeggufError, such as ExpertIOError,
+        context with a recurrent state is empty after a failure. So is a context whose cells for a sliding window were
+        reused. Raises MoeggufError, such as ExpertIOError,
         GenerationCancelled, ForkError and
         ClosedError.
 
@@ -489,7 +492,11 @@ class Llama(UpstreamLlama):
             cache.store(sequence, tokens, n_new, goes_on=len(tokens) != len(prompt))
 
         prompt = list(arguments[0] if arguments else options["tokens"])
-        n_held = common_tokens(self.input_ids[: self.n_tokens], prompt[:-1])
+        held = self.input_ids[: self.n_tokens].tolist()
+        n_held = common_tokens(held, prompt[:-1])
+        # The last token remains: the logits after it may still be valid.
+        if n_held + 1 < len(held):
+            n_held = cache.truncate(0, held, n_held)
         cache.restore(0, prompt, n_held)
         self.context.after_eval = store
         try:

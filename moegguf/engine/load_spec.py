@@ -19,7 +19,7 @@ from moegguf.gguf.projector import ProjectorHeader, read_projector
 from moegguf.gguf.reader import GGML_TYPES, StrPath, ggml_type
 from moegguf.native.store import StoreOptions
 from moegguf.options import BUDGETS, COMMAND_DEFAULTS, KV_CACHE_TYPES, load_keywords
-from moegguf.quantities import ExpertCache, parse_expert_cache
+from moegguf.quantities import ExpertCache, parse_expert_cache, parse_store_size
 from moegguf.settings import parse_option, read_load_keywords
 
 F16 = 1
@@ -105,6 +105,11 @@ class LoadSpec:
     type_v: int = F16
     flash_attn: bool | None = False  # None: used if the compute devices support it
     logits_all: bool = False  # True: every token of a pass has logits
+    # True (`swa_full`): layers with a sliding window have KV cache cells for the whole
+    # context, so a sequence can be cut after any token. False: they have cells only for
+    # the window and a pass. A sequence that is cut before these cells then continues
+    # from a stored context.
+    whole_windows: bool = True
     embedding: bool | None = False  # None: True if the file's header has a pooling type
     budgets: Budgets = Budgets()
     placement: str = "auto"
@@ -176,6 +181,12 @@ class LoadSpec:
             options.get("chat_handler"), "clip_model_path", None
         )
         adapter = options.get("lora_path")
+        whole_windows = options.get("swa_full")
+        if whole_windows is None:
+            # No contexts are stored in these cases, so a prompt with an edited message
+            # would be computed again from its beginning.
+            stored = store_limit(options.get("context_store"))
+            whole_windows = stored == 0 or bool(options.get("logits_all"))
         split = options.get("tensor_split") if mode == BY_LAYERS else None
         checked = {
             "type_k": _cache_type("type_k", options.get("type_k", F16)),
@@ -188,6 +199,7 @@ class LoadSpec:
             "mirror": parse_mirrors(options.get("mirror")),
             "tensor_split": None if split is None else tuple(split),
             "store": store,
+            "whole_windows": bool(whole_windows),
             "needs_gpu": needs_gpu,
             "leaves_layers": not needs_gpu and (own_division or budget == ""),
         }
@@ -276,6 +288,20 @@ def parse_mirrors(given: StrPath | Sequence[StrPath] | None) -> tuple[str, ...]:
             "mirror is '', but must be the path of a copy of the model's file, or of its folder."
         )
     return tuple(map(os.path.abspath, paths))
+
+
+def store_limit(given: str | int | None) -> int | None:
+    """Returns the limit in bytes from the option `context_store`, or from the
+    environment if the option is None. The result None means that `KvBlockStore` chooses
+    the limit. Raises OptionError."""
+    try:
+        return parse_store_size(
+            read_load_keywords().get("context_store", "auto")
+            if given is None
+            else given
+        )
+    except ValueError as error:
+        raise OptionError(f"context_store: {error}.") from None
 
 
 def _cache_type(name: str, given: str | int) -> int:

@@ -31,6 +31,7 @@ from moegguf.engine.session import Session
 from moegguf.engine.threadpool import GovernedThreads, Threadpool
 from moegguf.engine.trial import try_first
 from moegguf.engine.warm_start import save_uses, start_warm
+from moegguf.engine.windows import has_whole_windows
 from moegguf.errors import CallbackError, GenerationCancelled, MoeggufError, OptionError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import StrPath
@@ -163,6 +164,7 @@ class Loader:
         llama_context_params."""
         plan = self.load_plan.plan
         params.n_rs_seq = plan.n_rs_seq
+        params.swa_full = has_whole_windows(self.load_plan.layout, self.load_plan.spec)
         # Each checkpoint is a sequence for llama.cpp.
         params.n_seq_max = self.n_seq_max * (1 + plan.n_checkpoints)
         if self.n_seq_max > 1:

@@ -9,6 +9,7 @@ are meant as upper bounds; llama.cpp prints the actual sizes while it loads.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,7 @@ from moegguf.engine.recurrent import (
     shares_cells,
     state_bytes,
 )
+from moegguf.engine.windows import has_whole_windows, window_cells, window_layers
 from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
@@ -106,46 +108,73 @@ def kv_bytes(
     type_v: int = F16,
     n_seq_max: int = 1,
     n_rs_seq: int = 0,
+    n_ubatch: int | None = None,
+    fused: bool = False,
 ) -> int:
     """Returns the size in bytes of a KV cache for `n_ctx` tokens (all sequences
     together), plus the recurrent states. Each of `n_seq_max` sequences has one state
     and `n_rs_seq` snapshots.
 
-    Layers with a sliding window are counted at full length, their maximum size.
-    Multi-head latent attention stores one K row per token and no V if the file has the
-    split matrices; older files store full heads. DeepSeek V4 stores compressed keys
+    n_ubatch, fused: as for `layer_kv_bytes`. DeepSeek V4 stores compressed keys
     (`compressed_kv_bytes`).
     """
-    hp = layout.hparams
-    whole = layout.number
     states = n_seq_max * (1 + n_rs_seq) * state_bytes(layout)
     if layout.arch == DEEPSEEK4:
         return states + n_seq_max * compressed_kv_bytes(
             layout, n_ctx // n_seq_max, type_k
         )
+    n_in_windows = None
+    if n_ubatch is not None:
+        n_in_windows = window_cells(layout, n_ctx, n_seq_max * (1 + n_rs_seq), n_ubatch)
+    by_layer = layer_kv_bytes(layout, n_ctx, type_k, type_v, n_in_windows, fused)
+    return sum(n_bytes for _, n_bytes in by_layer) + states
+
+
+def layer_kv_bytes(
+    layout: ExpertLayout,
+    n_ctx: int,
+    type_k: int,
+    type_v: int,
+    n_in_windows: int | None,
+    fused: bool,
+) -> list[tuple[int, int]]:
+    """Returns pairs: a layer, and the size in bytes of its KV cache for `n_ctx` tokens.
+    A layer occurs twice if two contexts have a cache for it.
+
+    Multi-head latent attention stores one K row per token and no V if the file has the
+    split matrices; older files store full heads.
+
+    n_in_windows: the cells of layers with a sliding window; None: as many as in other
+    layers. fused: True for fused attention. Otherwise the V rows of all layers are as
+    wide as the widest one.
+    """
+    hp = layout.hparams
     layers = attention_layers(layout)
-    n_keys = [
-        hp.n_head_kv[il] * _head_length(layout, il, hp.key_lengths) for il in layers
-    ]
-    n_values = [
-        hp.n_head_kv[il] * _head_length(layout, il, hp.value_lengths) for il in layers
-    ]
-    per_token = sum(row_bytes(type_k, n) for n in n_keys)
-    if not hp.is_mla:
-        per_token += len(layers) * row_bytes(type_v, max(n_values, default=0))
-    per_token += len(layers) * row_bytes(F16, whole("attention.indexer.key_length"))
-    return padded(n_ctx) * per_token + states
+    windows = window_layers(layout)
 
+    def row(il: int, lengths: tuple[int, ...]) -> int:
+        """Returns how many keys or values a layer has per token. `lengths` has the
+        length of a head without a sliding window, and as a second item the length with
+        a sliding window if this length is different. If the layers with a sliding
+        window are not known, the largest length counts."""
+        length = lengths[-1] if il in windows else lengths[0]
+        return hp.n_head_kv[il] * (length if windows else max(lengths))
 
-def _head_length(layout: ExpertLayout, il: int, lengths: tuple[int, ...]) -> int:
-    """Returns the length of a head's keys or values in a layer. `lengths` has the
-    length without a sliding window, and as a second item the length with a sliding
-    window if this length is different. If the file does not list the layers with a
-    sliding window, returns the largest length."""
-    pattern = layout.metadata.get(f"{layout.arch}.attention.sliding_window_pattern")
-    if isinstance(pattern, tuple) and il < len(pattern):
-        return lengths[-1] if pattern[il] else lengths[0]
-    return max(lengths)
+    n_values = {il: row(il, hp.value_lengths) for il in layers}
+    widest = max(n_values.values(), default=0)
+    indexer_bytes = row_bytes(F16, layout.number("attention.indexer.key_length"))
+
+    def token_bytes(il: int) -> int:
+        value_bytes = row_bytes(type_v, n_values[il] if fused else widest)
+        key_bytes = row_bytes(type_k, row(il, hp.key_lengths))
+        return key_bytes + indexer_bytes + (0 if hp.is_mla else value_bytes)
+
+    n_cells = padded(n_ctx)
+    n_windowed = n_cells if n_in_windows is None else n_in_windows
+    return [
+        (il, token_bytes(il) * (n_windowed if il in windows else n_cells))
+        for il in layers
+    ]
 
 
 def logits_tokens(layout: ExpertLayout, n_seq_max: int) -> int:
@@ -257,6 +286,8 @@ class Sizes:
     # True: each text is pooled into one embedding, and must be in one pass.
     pools: bool = False
     logits_all: bool = False  # True: every token of a pass has logits
+    # True: layers with a sliding window have cells for the whole context.
+    whole_windows: bool = True
     # True: the sizes are for devices, so memory that is always in RAM is not counted.
     on_device: bool = False
     reasons: tuple[str, ...] = ()  # sentences about the choices, for the user
@@ -290,6 +321,7 @@ class Sizes:
             reader_bytes=len(spec.mirror) * spec.store.readers * READ_BYTES,
             pools=pools,
             logits_all=spec.logits_all,
+            whole_windows=has_whole_windows(layout, spec),
         )
 
     @property
@@ -379,12 +411,33 @@ class Sizes:
             compute_bytes += n_slots * slot_work_bytes(layout, n_ubatch)
         return MemoryNeeds(
             layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes,
-            kv_bytes(
-                layout, n_kv, self.type_k, self.type_v, self.n_seq_max, self.n_saved
-            ),
+            self.kv_bytes(layout, n_kv, n_ubatch),
             compute_bytes,
             self.projector.total_bytes if self.projector else 0,
         )
+
+    def kv_bytes(self, layout: ExpertLayout, n_cells: int, n_ubatch: int) -> int:
+        """Returns the size in bytes of the KV cache and the recurrent states. The cache
+        has room for `n_cells` tokens of all sequences, and a pass has `n_ubatch`
+        tokens."""
+        return kv_bytes(
+            layout, n_cells, self.type_k, self.type_v, self.n_seq_max, self.n_saved,
+            None if self.whole_windows else n_ubatch, self.is_fused(layout),
+        )  # fmt: skip
+
+    def kv_shares(self, layout: ExpertLayout, n_ubatch: int) -> Counter[int]:
+        """Returns the parts of the KV cache that belong to each layer, in bytes,
+        without states and compressed keys."""
+        n_kv = self.kv_tokens or self.n_ctx or 0
+        n_in_windows = None
+        if not self.whole_windows:
+            n_in_windows = window_cells(layout, n_kv, self.n_seq_max, n_ubatch)
+        shares = Counter[int]()
+        for il, n_bytes in layer_kv_bytes(
+            layout, n_kv, self.type_k, self.type_v, n_in_windows, self.is_fused(layout)
+        ):
+            shares[il] += n_bytes
+        return shares
 
 
 def is_embedding(metadata: Mapping[str, Any]) -> bool:
@@ -455,9 +508,7 @@ def choose_context(
         """Returns True if a KV cache with `n_tokens` is within the limits. If sequences
         do not share cells, each sequence has `n_tokens`."""
         n_cells = n_tokens if shares_cells(layout) else n_tokens * sizes.n_seq_max
-        cached_bytes = kv_bytes(
-            layout, n_cells, sizes.type_k, sizes.type_v, sizes.n_seq_max, sizes.n_saved
-        )
+        cached_bytes = sizes.kv_bytes(layout, n_cells, sizes.usual_ubatch)
         grown = buffers(n_tokens, sizes.usual_ubatch) - buffers(
             KV_PAD_TOKENS, sizes.usual_ubatch
         )
@@ -596,7 +647,9 @@ def check_context(layout: ExpertLayout, sizes: Sizes, memory: Memory) -> None:
     killed.
     """
     n_ctx = max(sizes.kv_tokens or 0, sizes.n_ctx or 0)
-    n_bytes = kv_bytes(layout, n_ctx, sizes.type_k, sizes.type_v, sizes.n_seq_max)
+    n_bytes = replace(sizes, n_rs_seq=0, n_checkpoints=0).kv_bytes(
+        layout, n_ctx, sizes.usual_ubatch
+    )
     if n_bytes > memory.total_bytes:
         raise AllocationError(
             f"a context of {n_ctx} tokens needs {format_bytes(n_bytes)} for this model, but the machine has"

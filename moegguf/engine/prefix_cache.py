@@ -42,14 +42,12 @@ from moegguf.engine.memory_parts import CELLS, RECURRENT, WHOLE, WINDOW
 from moegguf.engine.projector import PLACEHOLDER, ImageSpan
 from moegguf.engine.recent_experts import RecentExperts
 from moegguf.engine.sequences import MAX_SEQUENCES, Tokens, is_batch_invariant
-from moegguf.errors import OptionError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.fingerprint import header_digest, weights_digest
 from moegguf.native import library
 from moegguf.native.store import StoreOptions
 from moegguf.processor import read_processor
-from moegguf.quantities import parse_store_size
-from moegguf.settings import read_environment, read_load_keywords
+from moegguf.settings import read_environment
 
 if TYPE_CHECKING:
     from moegguf.engine.context import Context
@@ -786,20 +784,6 @@ def _name(kind: int, part: _Part) -> str:
 
 def _state_name(place: _Part) -> str:
     return f"{place.name}-state"
-
-
-def store_limit(given: str | int | None) -> int | None:
-    """Returns the limit in bytes from the option `context_store`, or from the
-    environment if the option is None. The result None means that `KvBlockStore` chooses
-    the limit. Raises OptionError."""
-    try:
-        return parse_store_size(
-            read_load_keywords().get("context_store", "auto")
-            if given is None
-            else given
-        )
-    except ValueError as error:
-        raise OptionError(f"context_store: {error}.") from None
 
 
 def open_prefix_cache(

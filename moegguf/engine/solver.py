@@ -1110,12 +1110,14 @@ class _SlotsPlanner:
         needs = self._needs
         n_layer = self._n_layer
         own = [layout.layer_dense_bytes.get(il, 0) for il in range(n_layer)]
-        heads = [*layout.hparams.n_head_kv[:n_layer], *([0] * n_layer)][:n_layer]
-        heads = heads if any(heads) else [1] * n_layer
+        sizes = self._pool.sizes
+        shares = sizes.kv_shares(layout, self._n_ubatch)
+        kv_shares = [shares[il] for il in range(n_layer)]
+        kv_shares = kv_shares if any(kv_shares) else [1] * n_layer
         rest = max(0, needs.dense_bytes - self._output_bytes - sum(own))
         return [
-            dense + -(-needs.kv_bytes * n // sum(heads)) + -(-rest // n_layer)
-            for dense, n in zip(own, heads, strict=True)
+            dense + -(-needs.kv_bytes * n // sum(kv_shares)) + -(-rest // n_layer)
+            for dense, n in zip(own, kv_shares, strict=True)
         ]
 
     def plan(self) -> Plan:
