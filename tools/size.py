@@ -36,7 +36,7 @@ TOKEN_LIMITS = {
     "moegguf/chat": 9_450,
     "moegguf/cli": 18_900,
     "moegguf/controller": 13_500,
-    "moegguf/engine": 59_700,
+    "moegguf/engine": 60_300,
     "moegguf/generate": 54_300,
     "moegguf/gguf": 9_350,
     "moegguf/learning": 10_650,
