@@ -312,12 +312,11 @@ int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t
     });
 }
 
-int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name, const float * values, size_t n) {
+int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name) {
     return on(store, [&](Store & s) {
         const std::vector<Tier *> of = s.tiers_at(tier);
-        const Values own = n > 0 ? Values(&given(values), values + n) : Values();
         std::vector<std::unique_ptr<EvictionPolicy>> next;
-        for (size_t i = 0; i < of.size(); i++) { next.push_back(make_policy(s.layout, &given(name), own)); }
+        for (size_t i = 0; i < of.size(); i++) { next.push_back(make_policy(s.layout, &given(name))); }
         Lock lock(s.shared.mutex);
         for (size_t i = 0; i < of.size(); i++) { of[i]->residency.exchange_policy(next[i]); }
         lock.unlock(); // the replaced policies are destroyed without holding the lock

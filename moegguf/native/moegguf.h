@@ -74,7 +74,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 31
+#define MOEGGUF_ABI_VERSION 32
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -495,10 +495,9 @@ MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, u
 // all in their own slots. Every use is then counted, but these layers take more time.
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
 
-// Sets the eviction policy of a tier by name. values [n]: numbers that replace the policy's own constants. INVALID:
-// there is no such tier or policy, or a value is out of range; the earlier policy stays in effect.
-MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name, const float * values,
-                                         size_t n);
+// Sets the eviction policy of a tier by name. INVALID: there is no such tier or policy; the earlier policy stays in
+// effect.
+MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name);
 
 // Returns the name of the policy with this index; NULL after the last one. Writes 1 to takes_forecast if the policy
 // uses forecasts (moegguf_store_set_forecast), otherwise 0. takes_forecast may be NULL.

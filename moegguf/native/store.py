@@ -514,21 +514,14 @@ class Store:
             self.handle, table.ctypes.data, mask.ctypes.data, table.size
         )
 
-    def set_policy(
-        self, name: str = "lru", tier: Tier = Tier.COMPUTE, values: Sequence[float] = ()
-    ) -> None:
+    def set_policy(self, name: str = "lru", tier: Tier = Tier.COMPUTE) -> None:
         """Sets the eviction policy of a tier, by a name from `native_policies`. The
         policy starts without a history.
 
-        values: numbers that replace the policy's constants, for tests; the policy's
-        file in `moegguf/native/policies` describes them. While scores are set
-        (`set_scores`), they decide in the compute tier. Raises OptionError for an
-        unknown name or a value out of range; the earlier policy then stays in effect.
+        While scores are set (`set_scores`), they decide in the compute tier. Raises
+        OptionError for an unknown name; the earlier policy then stays in effect.
         """
-        numbers = np.array(values, np.float32)
-        self._library.moegguf_store_set_policy(
-            self.handle, tier, name.encode(), numbers.ctypes.data, numbers.size
-        )
+        self._library.moegguf_store_set_policy(self.handle, tier, name.encode())
 
     def set_predictor(
         self,

@@ -6,7 +6,7 @@
 // expected (1 - q) / p passes after the layer is next computed.
 //
 // The wait until the layer is next computed is a fraction of a pass, or a whole pass for the layer that is being
-// computed. The policies multiply this wait by distance_weight, and add the product. They touch only their own tables
+// computed. The policies multiply this wait by a distance weight, and add the product. They touch only their own tables
 // (policy.h).
 #include "policies/policy.h"
 
@@ -22,8 +22,8 @@ namespace {
 
 constexpr float least_rate = 1e-4f; // smallest estimate of the share of tokens that use an expert
 
-// A policy that evicts the expert whose expected next use is furthest away. Rates: the class that estimates the share
-// of tokens that use each expert.
+// The base of policies that evict the expert whose expected next use is furthest away. Rates: the class that estimates
+// the share of tokens that use each expert.
 template <class Rates>
 class ExpectedUse : public EvictionPolicy {
   public:
@@ -34,10 +34,6 @@ class ExpectedUse : public EvictionPolicy {
           wait_(layout.n_keys(), 1.0f / least_rate),
           forecast_(layout.n_keys(), 0.0f),
           known_(layout.layers.size(), 0) {
-        if (!(distance_weight >= 0.0f) || !std::isfinite(distance_weight)) {
-            throw Error(MOEGGUF_INVALID, "the weight of the distance must be a finite number of 0 or more, not " +
-                                             std::to_string(distance_weight));
-        }
         // Fills distance_ with the fraction of a pass until a layer is computed, times distance_weight, for each
         // difference `ahead` between that layer and the current one. A later layer is computed in this pass, and an
         // earlier one in the next pass. The current layer counts as a whole pass ahead: its chosen experts are pinned,
@@ -105,7 +101,7 @@ class ExpectedUse : public EvictionPolicy {
 // number of passes until their next use, plus their layer's distance.
 class Locality final : public ExpectedUse<FadingAverage> {
   public:
-    Locality(const Layout & layout, const Values &)
+    explicit Locality(const Layout & layout)
         : ExpectedUse(layout, 1.0f, half_life_tokens),
           prefetched_(layout.n_keys(), Early::no),
           active_(layout.n_expert_max) {}
@@ -367,20 +363,17 @@ void LearnedRates::recall(int il) {
     }
 }
 
-// Creates the policy next-use: Belady's rule with an estimated future. Its scores choose victims in passes that decode.
-// For several sequences that decode together, the estimates are only approximate. In all other passes, the policy only
+// The policy next-use: Belady's rule with an estimated future. Its scores choose victims in passes that decode. For
+// several sequences that decode together, the estimates are only approximate. In all other passes, the policy only
 // updates its estimates. Victims are then chosen by recency or, in a sweep, by layer (Residency::victim).
-//
-// values: distance_weight, then the half-life in tokens of a plain average, which replaces the learned estimate.
-std::unique_ptr<EvictionPolicy> make_next_use(const Layout & layout, const Values & values) {
-    const float distance_weight = value_or(values, 0, 4.0f);
-    if (values.size() < 2) { return std::make_unique<ExpectedUse<LearnedRates>>(layout, distance_weight); }
-    return std::make_unique<ExpectedUse<FadingAverage>>(layout, distance_weight, values[1]);
-}
+class NextUse final : public ExpectedUse<LearnedRates> {
+  public:
+    explicit NextUse(const Layout & layout) : ExpectedUse(layout, 4.0f) {}
+};
 
 } // namespace
 
-const PolicyType next_use_policy = {"next-use", true, make_next_use};
+const PolicyType next_use_policy = {"next-use", true, make_policy_of<NextUse>};
 const PolicyType locality_policy = {"locality", true, make_policy_of<Locality>};
 
 } // namespace moegguf
