@@ -63,31 +63,6 @@ void check_failure(const Context & context) {
     }
 }
 
-// Divides n slots among tiers, and returns the number for each tier. Each tier first gets its pass_slots. The rest are
-// divided in proportion to each tier's remaining capacity. Throws Error(INVALID) if n is too small or too large for the
-// tiers.
-std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
-    int64_t least = 0, most = 0;
-    for (const Tier * tier : tiers) {
-        least += tier->pass_slots;
-        most += tier->residency.n_slots();
-    }
-    if (n < least || n > most) {
-        throw Error(MOEGGUF_INVALID, "the pools can have " + std::to_string(least) + " to " + std::to_string(most) +
-                                         " slots, not " + std::to_string(n));
-    }
-    std::vector<int> shares;
-    int64_t left = n - least, room = most - least;
-    for (const Tier * tier : tiers) {
-        const int64_t own_room = tier->residency.n_slots() - tier->pass_slots;
-        const int64_t share = room > 0 ? left * own_room / room : 0;
-        shares.push_back(int(tier->pass_slots + share));
-        left -= share;
-        room -= own_room;
-    }
-    return shares;
-}
-
 // Appends `more` to the string in a char array, after a comma if the array is not empty. Does nothing if `more` is
 // empty. Cuts off text that does not fit.
 template <size_t n>
@@ -114,18 +89,6 @@ void check_table(const Store & s, size_t n, const char * what) {
         throw Error(MOEGGUF_INVALID, std::string(what) + " must have " + std::to_string(s.layout.n_keys()) +
                                          " entries, not " + std::to_string(n));
     }
-}
-
-// Returns the tiers that moegguf_store_resize() resizes. `index`: enum moegguf_tier. If any of the tiers for
-// MOEGGUF_COMPUTE_TIER is in a device's own memory, the tiers in host memory are omitted, and keep their size. In a
-// simulation, no tier is omitted.
-std::vector<Tier *> resized_at(Store & s, int index) {
-    std::vector<Tier *> found = s.tiers_at(index);
-    const auto in_ram = [](const Tier * tier) { return tier->pool() && tier->pool()->host(); };
-    if (index == MOEGGUF_COMPUTE_TIER && !std::all_of(found.begin(), found.end(), in_ram)) {
-        found.erase(std::remove_if(found.begin(), found.end(), in_ram), found.end());
-    }
-    return found;
 }
 
 void advance(Store & s, uint64_t ns) {
@@ -387,9 +350,9 @@ int moegguf_store_cancel(moegguf_store * store, int cancel) {
 
 int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots) {
     return on(store, [&](Store & s) {
-        const std::vector<Tier *> of = resized_at(s, tier);
-        const std::vector<int> shares = of.size() > 1 ? share_out(of, n_slots) : std::vector<int>{n_slots};
-        for (size_t i = 0; i < of.size(); i++) { s.resize(*of[i], shares[i]); }
+        const std::vector<Tier *> of = s.tiers_at(tier);
+        if (of.size() != 1) { throw Error(MOEGGUF_INVALID, "only one pool of slots can be resized at a time"); }
+        s.resize(*of[0], n_slots);
     });
 }
 

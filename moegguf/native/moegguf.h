@@ -551,10 +551,10 @@ MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 
 // Changes the number of slots that a tier uses, up to the number with which it was opened. No pass may be under way.
 // Pageable host memory of unused slots is returned to the system. Any other pool is reallocated. If a smaller pool does
-// not fit into memory alongside the old one, the slots are emptied first, and the tier may get fewer than n_slots. For
-// COMPUTE, n_slots is divided among the devices, excluding the CPU if there are other devices. INVALID: the tier
-// cannot have n_slots; MEMORY: the device refuses a larger pool (the slots are then unchanged), or it refuses every
-// pool (no slot is then left); IO: reads did not end within a minute.
+// not fit into memory alongside the old one, the slots are emptied first, and the tier may get fewer than n_slots.
+// INVALID: the tier cannot have n_slots, or `tier` selects the slots of several devices; MEMORY: the device refuses a
+// larger pool (the slots are then unchanged), or it refuses every pool (no slot is then left); IO: reads did not end
+// within a minute.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 
 // Waits until no transfer is queued or under way and the background fill has ended. Then checks the bookkeeping like
