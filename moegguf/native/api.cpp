@@ -73,7 +73,6 @@ void append(char (&text)[n], const std::string & more) {
 
 void add_pool(moegguf_tier_info & out, const Pool & pool) {
     out.pool_bytes += pool.bytes();
-    out.n_repacked += pool.n_repacked();
     out.pinned_memory = pool.memory().pinned;
     const char *device = ggml_backend_dev_name(pool.memory().device), *last = strrchr(out.device, ' ');
     if (strcmp(last ? last + 1 : out.device, device) == 0) {
@@ -216,7 +215,6 @@ int moegguf_store_tier(moegguf_store * store, int32_t tier, moegguf_tier_info * 
         Lock lock(s.shared.mutex);
         out = {};
         out.resident = true;
-        out.read_buffer_bytes = s.transfers.buffer_bytes();
         out.direct = s.transfers.direct();
         out.n_experts = s.layout.n_experts;
         uint64_t bytes = 0;

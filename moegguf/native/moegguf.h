@@ -249,11 +249,9 @@ struct moegguf_tier_info {
     uint64_t slots_used;
     uint64_t slots_pinned;
     uint64_t pool_bytes;
-    uint64_t slot_bytes;        // size in bytes of one slot, summed over the arenas; mean of several tiers
-    uint64_t read_buffer_bytes; // total size in bytes of the store's read buffers
-    int32_t direct;             // 1: all shards in use are read with O_DIRECT
-    int32_t n_experts;          // number of the model's experts in all layers
-    int32_t n_repacked;         // number of expert tensors whose slots are interleaved
+    uint64_t slot_bytes; // size in bytes of one slot, summed over the arenas; mean of several tiers
+    int32_t direct;      // 1: all shards in use are read with O_DIRECT
+    int32_t n_experts;   // number of the model's experts in all layers
     int32_t n_slots;
     int32_t n_slots_usable; // number of slots that may be used; moegguf_store_resize changes this number
     int32_t resident;       // 1: each expert of the tier has its own slot; staging tensors: always 1

@@ -519,8 +519,4 @@ uint64_t Pool::bytes() const {
     return n - strides_.slot_bytes() * memory_.n_others; // the pool of the device counts the other slots of a range
 }
 
-int Pool::n_repacked() const {
-    return (int)(interleaved_.size() - std::count(interleaved_.begin(), interleaved_.end(), nullptr));
-}
-
 } // namespace moegguf

@@ -119,7 +119,6 @@ class Pool {
     uint64_t bytes() const;
     bool host() const { return host_; }
     const PoolMemory & memory() const { return memory_; }
-    int n_repacked() const;
 
   private:
     struct Arena {
