@@ -113,7 +113,6 @@ class Transfers final : public Link {
     void take_source(Tier & to, int s, const Worth & worth);
     template <typename Body>
     void for_slots_above(const Job & job, Body body);
-    void drop_waiting(Tier & to, int il);
     void run_reader(const ReadBuffer & buffer);
     void read(const Job & job, const ReadBuffer & buffer);
 
