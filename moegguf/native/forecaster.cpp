@@ -57,7 +57,9 @@ void Forecaster::set(const moegguf_predictor * chosen) {
         head_ = size_ = 0;
         stopping_ = false;
     }
-    thread_ = shared_.clock->start_thread("the predictor's thread", [this] { run(); });
+    if (!shared_.has(MOEGGUF_SIMULATE)) {
+        thread_ = start_thread("the predictor's thread", [this] { run(); });
+    }
     Lock lock(shared_.mutex);
     for (auto & tier : tiers_.compute) { tier->residency.count_uses(true); }
     lockstep_ = chosen->flags & MOEGGUF_PREDICT_LOCKSTEP;
