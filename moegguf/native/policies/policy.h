@@ -61,10 +61,12 @@ class EvictionPolicy {
     virtual bool on_routed(int /*il*/) { return false; }
 
     // Receives a forecast for layer il: for each expert [n_expert], the probability that it will be used the next time
-    // this layer is computed. NULL: there is no longer a forecast; this happens at each routing event of the layer.
-    // Returns true if scores of this layer have changed.
+    // this layer is computed. The probabilities are from 0 to 1, and stay valid until the next call for this layer.
+    // NULL: there is no longer a forecast; this happens at each routing event of the layer. Returns true if scores of
+    // this layer have changed.
     virtual bool on_forecast(int /*il*/, const float * /*probabilities*/) { return false; }
-    // Returns true if on_forecast() receives the predictor's raw probabilities instead of calibrated ones.
+    // Returns true if on_forecast() receives the predictor's raw probabilities instead of calibrated ones. They are
+    // valid only during the call, and may be any numbers.
     virtual bool takes_as_predicted() const { return false; }
 
     // The following functions are called when an expert is used, gets a slot, or loses its slot. A use is a routing
