@@ -13,6 +13,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moegguf.engine.load_spec import Budget
+from moegguf.engine.session import (
+    Session,
+    Slots,
+    devices_of_layers,
+    divide_among_devices,
+)
 from moegguf.engine.solver import budget_slots, divide_ram_slots
 from moegguf.errors import BudgetError
 from moegguf.native import library
@@ -22,13 +28,7 @@ from moegguf.quantities import ExpertCache, format_bytes_up, parse_expert_cache
 if TYPE_CHECKING:
     from moegguf.engine.context import Context
     from moegguf.engine.plan import Plan
-    from moegguf.engine.session import Session
     from moegguf.engine.upstream import UpstreamLlama
-
-# A tier, and the index of a device; None: all devices of the tier.
-Slots = tuple[Tier, int | None]
-# Slots in VRAM, or slots in RAM if every layer runs on the CPU.
-EVERY_DEVICE: Slots = Tier.COMPUTE, None
 
 
 def set_budget(
@@ -54,11 +54,8 @@ def set_budget(
             for tier, value in given.items()
             if value is not None
         }
-        wanted = (
-            {EVERY_DEVICE: _in_vram(session, caches["VRAM"])}
-            if "VRAM" in caches
-            else dict[Slots, int]()
-        )
+        wanted = _in_vram(session, caches["VRAM"]) if "VRAM" in caches else {}
+        n_in_vram = sum(wanted.values()) if wanted else plan.device_slots
         if "RAM" in caches:
             wanted |= _in_ram(session, caches["RAM"])
         on_device = plan.device is not None
@@ -69,7 +66,7 @@ def set_budget(
             for (tier, device), n_slots in reversed(wanted.items()):
                 store.resize(n_slots, tier, device)
         finally:
-            if wanted.get(EVERY_DEVICE, plan.device_slots) < plan.device_slots:
+            if n_in_vram < plan.device_slots:
                 _shorten_passes(llm, plan)
             if controller is not None and any(
                 tier is Tier.COMPUTE for tier, _ in wanted
@@ -93,10 +90,10 @@ def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
     )
 
 
-def _in_vram(session: Session, cache: ExpertCache) -> int:
-    """Returns the number of slots that a budget holds on all devices together, in
-    addition to the staging tensors that the budget includes. Raises BudgetError if
-    there are fewer slots than passes use, or if no device has slots."""
+def _in_vram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
+    """Returns the number of slots that a budget holds on each device, in addition to
+    the staging tensors that the budget includes. Raises BudgetError if there are fewer
+    slots than passes use, or if no device has slots."""
     plan = session.plan
     store = session.store
     if plan.layers_on is not None:
@@ -113,11 +110,10 @@ def _in_vram(session: Session, cache: ExpertCache) -> int:
     beside = store.options.staging is not None
     size = plan.device_slot_bytes
     staged = 0 if beside or cache.mode == "auto" else plan.staging_slots_bytes // size
-    least = sum(
-        device.pass_slots for device in store.devices if device.name is not None
-    )
+    least = sum(device.pass_slots for device in devices_of_layers(store).values())
     n_slots = _budget_slots(session, cache, plan.device_slots + staged, size) - staged
-    return _checked(plan, n_slots, least, cache.as_given, size, staged)
+    _checked(plan, n_slots, least, cache.as_given, size, staged)
+    return divide_among_devices(store, n_slots)
 
 
 def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
@@ -134,7 +130,8 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
     least = plan.pass_slots(session.layout, on_device=False)
     if plan.device is None:
         n_slots = _budget_slots(session, cache, store.tier()["n_slots"], size)
-        return {EVERY_DEVICE: _checked(plan, n_slots, least, option, size)}
+        _checked(plan, n_slots, least, option, size)
+        return divide_among_devices(store, n_slots)
     cpu = next(
         (index for index, device in enumerate(store.devices) if device.name is None),
         None,
@@ -178,10 +175,9 @@ def _checked(
     option: str,
     slot_bytes: int,
     n_staged: int = 0,
-) -> int:
+) -> None:
     if n_slots < least:
         raise BudgetError(
             f"{option} is too small for a model that was loaded to read {plan.n_ubatch} tokens at a time; give at least"
             f" {format_bytes_up((least + n_staged) * slot_bytes)!r}, or load it again with the smaller budget."
         )
-    return n_slots

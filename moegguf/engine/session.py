@@ -26,6 +26,7 @@ import numpy.typing as npt
 from moegguf.engine.devices import find_device, gpus
 from moegguf.engine.pinning import note_pinning
 from moegguf.engine.plan import MemoryPlan, Plan, divide_slots, layer_slots
+from moegguf.engine.solver import share_out
 from moegguf.engine.stats import CPU, RAM, VRAM, DriveStats, Stats, TierStats
 from moegguf.errors import AllocationError
 from moegguf.gguf.experts import ExpertLayout
@@ -167,6 +168,34 @@ def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int) -> list[Memory
         stacklevel=2,
     )
     return [replace(part, n_slots=most)]
+
+
+# A tier, and the index of a device; None: the tier's slots belong to no single device.
+Slots = tuple[Tier, int | None]
+
+
+def devices_of_layers(store: Store) -> dict[int, DeviceSlots]:
+    """Returns the devices that share a budget, by their indices: the GPUs that run
+    layers, or the CPU if it runs every layer."""
+    devices = dict(enumerate(store.devices))
+    on_gpus = {i: of for i, of in devices.items() if of.name is not None}
+    return on_gpus or devices
+
+
+def divide_among_devices(store: Store, n_slots: int) -> dict[Slots, int]:
+    """Divides `n_slots` slots among the devices that share a budget.
+
+    Each device first gets the slots that a pass needs. The rest are divided in
+    proportion to each device's remaining capacity.
+    """
+    devices = devices_of_layers(store)
+    least = sum(device.pass_slots for device in devices.values())
+    room = [device.n_slots - device.pass_slots for device in devices.values()]
+    more = share_out(n_slots - least, room, room, 0)
+    return {
+        (Tier.COMPUTE, index): device.pass_slots + n
+        for (index, device), n in zip(devices.items(), more, strict=True)
+    }
 
 
 class Place(enum.IntEnum):
@@ -343,13 +372,15 @@ class Session:
         unload: called before slots are freed, to free the parts of the model that were
         already loaded.
         """
-        least = sum(device.pass_slots for device in self.store.devices)
-        n_slots = self.store.info()["n_slots_usable"]
+        devices = devices_of_layers(self.store)
+        least = sum(device.pass_slots for device in devices.values())
+        n_slots = sum(self.store.device(i)["n_slots_usable"] for i in devices)
         if self.plan.device is None or n_slots <= least:
             return False
         unload()
         fewer = max(least, n_slots // 2)
-        self.store.resize(fewer)
+        for (tier, device), n in divide_among_devices(self.store, fewer).items():
+            self.store.resize(n, tier, device)
         warnings.warn(
             f"{self.plan.device} has too little memory for weights, a context and {n_slots} expert slots together;"
             f" continuing with {fewer} slots, more slowly; give a smaller budget for experts on it, or lower n_ctx.",

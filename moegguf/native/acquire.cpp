@@ -133,10 +133,9 @@ void notify_observers(Context & context, uint64_t start_ns, bool placed) {
     const int32_t * sequences = batched ? event.sequences.data() : nullptr;
     const int32_t * phases = batched ? event.phases.data() : nullptr;
     if (placed && store.forecaster.on()) {
-        const float * inputs = store.forecaster.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
         store.forecaster.routing(
-            {event.il, event.ids, event.n_expert_used, inputs, event.n_embd, event.scores, event.n_scored},
-            {event.n_tokens, announced.sequence, sequences}, context.pass.number);
+            event, {announced.sequence, announced.phase, event.n_tokens, nullptr, sequences, phases, nullptr},
+            context.pass.number);
     }
     if (store.events.on()) {
         const float * inputs = store.events.wants_inputs(event.n_tokens) ? event.inputs : nullptr;
@@ -272,10 +271,7 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
     announced.phases.assign(event.phases, event.phases + n_batched);
     announced.outputs.assign(event.outputs, event.outputs + n_batched);
     context.pass.il = Pass::none;
-    if (forecaster.on()) {
-        forecaster.announce({event.n_tokens, event.sequence, event.sequences, event.tokens},
-                            get(shared.counters.passes) + 1);
-    }
+    if (forecaster.on()) { forecaster.announce(event, get(shared.counters.passes) + 1); }
     if (events.on()) { events.tokens(event); }
 }
 

@@ -63,31 +63,6 @@ void check_failure(const Context & context) {
     }
 }
 
-// Divides n slots among tiers, and returns the number for each tier. Each tier first gets its pass_slots. The rest are
-// divided in proportion to each tier's remaining capacity. Throws Error(INVALID) if n is too small or too large for the
-// tiers.
-std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
-    int64_t least = 0, most = 0;
-    for (const Tier * tier : tiers) {
-        least += tier->pass_slots;
-        most += tier->residency.n_slots();
-    }
-    if (n < least || n > most) {
-        throw Error(MOEGGUF_INVALID, "the pools can have " + std::to_string(least) + " to " + std::to_string(most) +
-                                         " slots, not " + std::to_string(n));
-    }
-    std::vector<int> shares;
-    int64_t left = n - least, room = most - least;
-    for (const Tier * tier : tiers) {
-        const int64_t own_room = tier->residency.n_slots() - tier->pass_slots;
-        const int64_t share = room > 0 ? left * own_room / room : 0;
-        shares.push_back(int(tier->pass_slots + share));
-        left -= share;
-        room -= own_room;
-    }
-    return shares;
-}
-
 // Appends `more` to the string in a char array, after a comma if the array is not empty. Does nothing if `more` is
 // empty. Cuts off text that does not fit.
 template <size_t n>
@@ -98,7 +73,6 @@ void append(char (&text)[n], const std::string & more) {
 
 void add_pool(moegguf_tier_info & out, const Pool & pool) {
     out.pool_bytes += pool.bytes();
-    out.n_repacked += pool.n_repacked();
     out.pinned_memory = pool.memory().pinned;
     const char *device = ggml_backend_dev_name(pool.memory().device), *last = strrchr(out.device, ' ');
     if (strcmp(last ? last + 1 : out.device, device) == 0) {
@@ -114,18 +88,6 @@ void check_table(const Store & s, size_t n, const char * what) {
         throw Error(MOEGGUF_INVALID, std::string(what) + " must have " + std::to_string(s.layout.n_keys()) +
                                          " entries, not " + std::to_string(n));
     }
-}
-
-// Returns the tiers that moegguf_store_resize() resizes. `index`: enum moegguf_tier. If any of the tiers for
-// MOEGGUF_COMPUTE_TIER is in a device's own memory, the tiers in host memory are omitted, and keep their size. In a
-// simulation, no tier is omitted.
-std::vector<Tier *> resized_at(Store & s, int index) {
-    std::vector<Tier *> found = s.tiers_at(index);
-    const auto in_ram = [](const Tier * tier) { return tier->pool() && tier->pool()->host(); };
-    if (index == MOEGGUF_COMPUTE_TIER && !std::all_of(found.begin(), found.end(), in_ram)) {
-        found.erase(std::remove_if(found.begin(), found.end(), in_ram), found.end());
-    }
-    return found;
 }
 
 void advance(Store & s, uint64_t ns) {
@@ -253,7 +215,6 @@ int moegguf_store_tier(moegguf_store * store, int32_t tier, moegguf_tier_info * 
         Lock lock(s.shared.mutex);
         out = {};
         out.resident = true;
-        out.read_buffer_bytes = s.transfers.buffer_bytes();
         out.direct = s.transfers.direct();
         out.n_experts = s.layout.n_experts;
         uint64_t bytes = 0;
@@ -312,12 +273,11 @@ int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t
     });
 }
 
-int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name, const float * values, size_t n) {
+int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name) {
     return on(store, [&](Store & s) {
         const std::vector<Tier *> of = s.tiers_at(tier);
-        const Values own = n > 0 ? Values(&given(values), values + n) : Values();
         std::vector<std::unique_ptr<EvictionPolicy>> next;
-        for (size_t i = 0; i < of.size(); i++) { next.push_back(make_policy(s.layout, &given(name), own)); }
+        for (size_t i = 0; i < of.size(); i++) { next.push_back(make_policy(s.layout, &given(name))); }
         Lock lock(s.shared.mutex);
         for (size_t i = 0; i < of.size(); i++) { of[i]->residency.exchange_policy(next[i]); }
         lock.unlock(); // the replaced policies are destroyed without holding the lock
@@ -388,9 +348,9 @@ int moegguf_store_cancel(moegguf_store * store, int cancel) {
 
 int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots) {
     return on(store, [&](Store & s) {
-        const std::vector<Tier *> of = resized_at(s, tier);
-        const std::vector<int> shares = of.size() > 1 ? share_out(of, n_slots) : std::vector<int>{n_slots};
-        for (size_t i = 0; i < of.size(); i++) { s.resize(*of[i], shares[i]); }
+        const std::vector<Tier *> of = s.tiers_at(tier);
+        if (of.size() != 1) { throw Error(MOEGGUF_INVALID, "only one pool of slots can be resized at a time"); }
+        s.resize(*of[0], n_slots);
     });
 }
 

@@ -3,7 +3,6 @@
 
 #include "layout.h"
 #include "link.h"
-#include "threads.h"
 
 #include <algorithm>
 #include <vector>
@@ -22,9 +21,6 @@ class RealClock final : public Clock {
         return changed.wait_until(lock, deadline) == std::cv_status::no_timeout;
     }
     void carry(Link & link, LinkSpeed) override { link.start_threads(); }
-    std::thread start_thread(const char * what, std::function<void()> body) override {
-        return moegguf::start_thread(what, std::move(body));
-    }
     void advance(uint64_t) override {
         throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock that can be moved");
     }
@@ -45,7 +41,6 @@ class VirtualClock final : public Clock {
     }
 
     void carry(Link & link, LinkSpeed speed) override { links_.push_back({&link, speed}); }
-    std::thread start_thread(const char *, std::function<void()>) override { return {}; }
 
     void advance(uint64_t ns) override {
         const uint64_t end_ns = now_ns() + ns;

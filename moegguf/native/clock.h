@@ -8,10 +8,8 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
-#include <thread>
 
 namespace moegguf {
 
@@ -43,9 +41,6 @@ class Clock {
     // Adds a link, whose transfers can run from now on. In real time, starts the link's own threads, and ignores
     // `speed`. In virtual time, idle links start transfers in the order in which the links were added.
     virtual void carry(Link & link, LinkSpeed speed) = 0;
-    // Starts a thread that calls body(). In virtual time, starts no thread and returns an empty one; the caller then
-    // does the work itself. `what`: the thread's name in an error. Throws Error.
-    virtual std::thread start_thread(const char * what, std::function<void()> body) = 0;
     // Advances the clock by `ns` nanoseconds of compute time, and starts and finishes the transfers of that time. The
     // caller holds the store's lock. Throws Error(INVALID) in real time.
     virtual void advance(uint64_t ns) = 0;

@@ -48,13 +48,6 @@ void Copies::queue(int s, uint8_t kinds, bool demand) {
     for (; kinds; kinds &= kinds - 1) { push(to_, s, source, kinds & -kinds, demand); }
 }
 
-void Copies::drop_prefetches(int il) {
-    prefetch_.filter([&](const Job & job) {
-        const Slot & slot = to_.residency.slot(job.destination.slot);
-        return !to_.holds(job.destination) || slot.il != il || slot.pins > 0;
-    });
-}
-
 bool Copies::begin_next(Job & job) {
     if (idle()) { return false; }
     if (pop(demand_, job) || pop(prefetch_, job)) {

@@ -25,7 +25,6 @@ class Copies final : public Link {
     // copy thread has not yet recorded the completion of the previous batch from submit_own(), it submits the new
     // copies instead. Releases the lock during the submission.
     void submit_own(Lock & lock);
-    void drop_prefetches(int il); // drops this layer's queued prefetches; prefetches into pinned slots stay queued
     bool idle() const { return demand_.empty() && prefetch_.empty(); }
 
     // Overrides of Link's functions.

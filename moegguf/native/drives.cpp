@@ -80,12 +80,6 @@ const Shard & Drives::first_shard(int shard) const {
     return *drive->shards[shard]; // one drive is always read
 }
 
-bool Drives::read_row_cached(int shard, uint64_t offset, size_t n, uint8_t * to) const {
-    return first_shard(shard).read_cached(offset, n, to);
-}
-
-void Drives::read_row_ahead(int shard, uint64_t offset, size_t n) const { first_shard(shard).read_ahead(offset, n); }
-
 Drives::Turn Drives::begin(size_t n) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const uint64_t now = now_ns();

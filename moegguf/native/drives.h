@@ -23,17 +23,12 @@ class Drives {
     // fails.
     const uint8_t * read(int shard, uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries);
 
-    // The following two functions read rows of a table. They use the page cache, because few rows are read often, and
-    // do not count towards a drive's speed, because a row is small. Any thread may call them.
-    // Reads n bytes at an offset of a shard, and returns their address in `buffer`. If one copy fails, reads from
-    // another copy. Throws Error(IO) if the last copy fails.
+    // Reads a row of a table: n bytes at an offset of a shard. Returns their address in `buffer`. Uses the page cache,
+    // because few rows are read often. The read does not count towards a drive's speed, because a row is small. If one
+    // copy fails, reads from another copy. Any thread may call this. Throws Error(IO) if the last copy fails.
     const uint8_t * read_row(int shard, uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) const;
-    // Copies n bytes at an offset of a shard to `to`, if the page cache contains them; otherwise returns false. Does
-    // not wait for a drive.
-    bool read_row_cached(int shard, uint64_t offset, size_t n, uint8_t * to) const;
-    // Asks the system to read these bytes soon.
-    void read_row_ahead(int shard, uint64_t offset, size_t n) const;
 
+    const Shard & first_shard(int shard) const; // this shard of the first copy in use; any thread may call this
     size_t size() const { return drives_.size(); }
     bool direct() const; // true: all copies in use are read with O_DIRECT
     void describe(size_t index, moegguf_drive_info & info) const;
@@ -56,8 +51,7 @@ class Drives {
         uint64_t under_way; // number of bytes under way on the drive when this read began, including this read
     };
 
-    bool is_read(const Drive & drive) const;    // false: the drive was dropped
-    const Shard & first_shard(int shard) const; // a shard on the first drive that is read
+    bool is_read(const Drive & drive) const; // false: the drive was dropped
     Turn begin(size_t n);
     void end(const Turn & turn, size_t n);
     bool drop(const Turn & turn, size_t n, const char * why); // false: it is the last copy, which stays in use

@@ -54,12 +54,13 @@ std::vector<Span> sampled_spans(const Layout & layout, int shard) {
 } // namespace
 
 // Allocates whole huge pages, unless the buffer needs at most half of one.
-ReadBuffer::ReadBuffer(size_t n) : size_(up(n) + Shard::alignment) {
-    const bool huge = size_ > huge_page_bytes / 2;
-    size_ = huge ? (size_ + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes : size_;
-    data_ = (uint8_t *)os().aligned_alloc(huge ? huge_page_bytes : Shard::alignment, size_);
-    if (!data_) { throw Error(MOEGGUF_MEMORY, "no memory for a read buffer of " + std::to_string(size_) + " bytes"); }
-    ask_for_huge_pages(data_, size_);
+ReadBuffer::ReadBuffer(size_t n) {
+    n = up(n) + Shard::alignment;
+    const bool huge = n > huge_page_bytes / 2;
+    n = huge ? (n + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes : n;
+    data_ = (uint8_t *)os().aligned_alloc(huge ? huge_page_bytes : Shard::alignment, n);
+    if (!data_) { throw Error(MOEGGUF_MEMORY, "no memory for a read buffer of " + std::to_string(n) + " bytes"); }
+    ask_for_huge_pages(data_, n);
 }
 
 ReadBuffer::~ReadBuffer() { free(data_); }

@@ -23,11 +23,9 @@ class ReadBuffer {
     ReadBuffer & operator=(const ReadBuffer &) = delete;
 
     uint8_t * data() const { return data_; }
-    size_t size() const { return size_; }
 
   private:
     uint8_t * data_;
-    size_t size_;
 };
 
 // A file descriptor that the destructor closes. fd < 0: no descriptor.

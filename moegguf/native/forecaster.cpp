@@ -57,7 +57,9 @@ void Forecaster::set(const moegguf_predictor * chosen) {
         head_ = size_ = 0;
         stopping_ = false;
     }
-    thread_ = shared_.clock->start_thread("the predictor's thread", [this] { run(); });
+    if (!shared_.has(MOEGGUF_SIMULATE)) {
+        thread_ = start_thread("the predictor's thread", [this] { run(); });
+    }
     Lock lock(shared_.mutex);
     for (auto & tier : tiers_.compute) { tier->residency.count_uses(true); }
     lockstep_ = chosen->flags & MOEGGUF_PREDICT_LOCKSTEP;
@@ -101,13 +103,13 @@ void Forecaster::read(float * probabilities, uint8_t * known) const {
 
 // Compute threads call the functions of this section.
 
-void Forecaster::announce(const PassTokens & of, uint64_t pass) {
+void Forecaster::announce(const moegguf_tokens_event & of, uint64_t pass) {
     if (tiers_.any([](const Tier & tier) { return !tier.numbering.resident(); })) {
         post(of, -1, pass, [](Record &) {});
     }
 }
 
-void Forecaster::routing(const RouterChoice & choice, const PassTokens & of, uint64_t pass) {
+void Forecaster::routing(const Choice & choice, const moegguf_tokens_event & of, uint64_t pass) {
     post(of, choice.il, pass, [&](Record & record) {
         const auto append = [](auto & to, const auto * from, int index, int n) {
             to.insert(to.end(), from + size_t(index) * n, from + size_t(index + 1) * n);
@@ -115,15 +117,16 @@ void Forecaster::routing(const RouterChoice & choice, const PassTokens & of, uin
         record.n_expert_used = choice.n_expert_used;
         record.n_embd = choice.n_embd;
         record.n_scored = choice.scores ? choice.n_scored : 0;
+        const float * inputs = wants_inputs(choice.n_tokens) ? choice.inputs : nullptr;
         const int row = layout_.row_of[choice.il];
         for (const LastToken & last : record.last) {
-            append(record.ids, choice.expert_ids, last.index, choice.n_expert_used);
-            if (choice.inputs) { append(record.inputs, choice.inputs, last.index, choice.n_embd); }
+            append(record.ids, choice.ids, last.index, choice.n_expert_used);
+            if (inputs) { append(record.inputs, inputs, last.index, choice.n_embd); }
             const float * scores = choice.scores;
             for (int at = row + 1; at <= row + record.n_scored; at++) {
                 const int n_expert = layout_.layers[layout_.moe_layers[at]].n_expert;
                 append(record.scores, scores, last.index, n_expert);
-                scores += size_t(of.n_tokens) * n_expert;
+                scores += size_t(choice.n_tokens) * n_expert;
             }
         }
         if (record.n_scored > 0) { count(shared_.counters.forecast_scored); }
@@ -133,7 +136,7 @@ void Forecaster::routing(const RouterChoice & choice, const PassTokens & of, uin
 // Writes the last token of each sequence of a pass to record.last. Keeps at most most_selected sequences, evenly
 // spaced. If the pass has token ids, also writes the last ids of each kept sequence, up to most_known, to
 // record.tokens.
-void Forecaster::choose_last(const PassTokens & of, Record & record) {
+void Forecaster::choose_last(const moegguf_tokens_event & of, Record & record) {
     std::vector<LastToken> & last = record.last;
     int first = 0;
     for (int i = 0; i < of.n_tokens; i++) {
@@ -158,7 +161,7 @@ void Forecaster::choose_last(const PassTokens & of, Record & record) {
 }
 
 template <typename Fill>
-void Forecaster::post(const PassTokens & of, int il, uint64_t pass, Fill fill) {
+void Forecaster::post(const moegguf_tokens_event & of, int il, uint64_t pass, Fill fill) {
     std::unique_lock<std::mutex> lock(inbox_mutex_);
     if (!on_) { return; }
     if (size_ == ring_.size()) {

@@ -7,33 +7,12 @@
 #pragma once
 
 #include "predictors/predictor.h"
-#include "transfers.h"
+#include "supply.h"
 
 #include <array>
 #include <optional>
 
 namespace moegguf {
-
-// The tokens for which a layer is computed in a pass. The last layer may be computed for fewer tokens than the others.
-struct PassTokens {
-    int n_tokens = 0;
-    int sequence = -1;                   // sequence of all tokens if `sequences` is NULL
-    const int32_t * sequences = nullptr; // [n_tokens] sequence of each token; NULL: all tokens have `sequence`
-    const int32_t * tokens = nullptr;    // [n_tokens] token ids; NULL: unknown
-};
-
-// A router's choice in a layer, with the input of the router, or with scores that were computed from the input.
-struct RouterChoice {
-    int il = -1;
-    const int32_t * expert_ids = nullptr; // [n_tokens][n_expert_used]
-    int n_expert_used = 0;
-    const float * inputs = nullptr; // [n_tokens][n_embd] inputs of the router; NULL: not known, or not needed
-    int n_embd = 0;
-    // Scores of the routers of the next n_scored layers with experts, [n_scored][n_tokens][n_expert of the layer], for
-    // these inputs. NULL: not known.
-    const float * scores = nullptr;
-    int n_scored = 0;
-};
 
 // Corrects a predictor's probabilities: counts how often experts with a similar predicted probability were actually
 // used. This is needed because only the order of a predictor's probabilities is reliable, and predictions further ahead
@@ -108,8 +87,10 @@ class Forecaster {
     // Returns the number of later layers whose routers' scores the graph of a layer on a device should compute; 0:
     // none.
     int scored_layers() const { return scored_layers_; }
-    void announce(const PassTokens & of, uint64_t pass);
-    void routing(const RouterChoice & choice, const PassTokens & of, uint64_t pass); // records a router's choice
+    void announce(const moegguf_tokens_event & of, uint64_t pass);
+    // Records a router's choice. `of`: the tokens for which the layer is computed. The last layer may be computed for
+    // fewer tokens than the others.
+    void routing(const Choice & choice, const moegguf_tokens_event & of, uint64_t pass);
     void keep_step(); // waits until all predictions are made, if MOEGGUF_PREDICT_LOCKSTEP is set
 
   private:
@@ -120,8 +101,8 @@ class Forecaster {
 
     struct LastToken { // the last token of one sequence in a pass
         int sequence;
-        int index;              // index of the token in PassTokens
-        int n_tokens;           // number of the sequence's tokens in PassTokens
+        int index;              // index of the token in the event's tokens
+        int n_tokens;           // number of the sequence's tokens in the event
         size_t first_known = 0; // index of the sequence's first known token in Record::tokens
         int n_known = 0;        // number of the sequence's known tokens in Record::tokens
     };
@@ -159,9 +140,9 @@ class Forecaster {
     };
 
     void stop();
-    void choose_last(const PassTokens & of, Record & record);
+    void choose_last(const moegguf_tokens_event & of, Record & record);
     template <typename Fill>
-    void post(const PassTokens & of, int il, uint64_t pass, Fill fill);
+    void post(const moegguf_tokens_event & of, int il, uint64_t pass, Fill fill);
     void run();
     void follow(const Record & record, bool newest);
     void begin_pass(const Record & record);

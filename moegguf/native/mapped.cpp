@@ -11,12 +11,6 @@ namespace {
 // promoted expert crosses the link a second time.
 constexpr uint64_t promotion_window = 64;
 
-ggml_context_ptr tensor_context(size_t n_tensors) {
-    ggml_context_ptr context(ggml_init({ggml_tensor_overhead() * (n_tensors + 1), nullptr, /*no_alloc =*/true}));
-    if (!context) { throw Error(MOEGGUF_MEMORY, "no memory for the descriptions of a table of slot ids"); }
-    return context;
-}
-
 } // namespace
 
 Mapped::Mapped(const Layout & layout, Tier & slots)

@@ -85,7 +85,7 @@
 extern "C" {
 #endif
 
-#define MOEGGUF_ABI_VERSION 31
+#define MOEGGUF_ABI_VERSION 32
 #define MOEGGUF_MAX_KINDS 4
 #define MOEGGUF_API __attribute__((visibility("default")))
 
@@ -262,11 +262,9 @@ struct moegguf_tier_info {
     uint64_t slots_used;
     uint64_t slots_pinned;
     uint64_t pool_bytes;
-    uint64_t slot_bytes;        // size in bytes of one slot, summed over the arenas; mean of several tiers
-    uint64_t read_buffer_bytes; // total size in bytes of the store's read buffers
-    int32_t direct;             // 1: all shards in use are read with O_DIRECT
-    int32_t n_experts;          // number of the model's experts in all layers
-    int32_t n_repacked;         // number of expert tensors whose slots are interleaved
+    uint64_t slot_bytes; // size in bytes of one slot, summed over the arenas; mean of several tiers
+    int32_t direct;      // 1: all shards in use are read with O_DIRECT
+    int32_t n_experts;   // number of the model's experts in all layers
     int32_t n_slots;
     int32_t n_slots_usable; // number of slots that may be used; moegguf_store_resize changes this number
     int32_t resident;       // 1: each expert of the tier has its own slot; staging tensors: always 1
@@ -508,10 +506,9 @@ MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, u
 // all in their own slots. Every use is then counted, but these layers take more time.
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
 
-// Sets the eviction policy of a tier by name. values [n]: numbers that replace the policy's own constants. INVALID:
-// there is no such tier or policy, or a value is out of range; the earlier policy stays in effect.
-MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name, const float * values,
-                                         size_t n);
+// Sets the eviction policy of a tier by name. INVALID: there is no such tier or policy; the earlier policy stays in
+// effect.
+MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name);
 
 // Returns the name of the policy with this index; NULL after the last one. Writes 1 to takes_forecast if the policy
 // uses forecasts (moegguf_store_set_forecast), otherwise 0. takes_forecast may be NULL.
@@ -565,10 +562,10 @@ MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 
 // Changes the number of slots that a tier uses, up to the number with which it was opened. No pass may be under way.
 // Pageable host memory of unused slots is returned to the system. Any other pool is reallocated. If a smaller pool does
-// not fit into memory alongside the old one, the slots are emptied first, and the tier may get fewer than n_slots. For
-// COMPUTE, n_slots is divided among the devices, excluding the CPU if there are other devices. INVALID: the tier
-// cannot have n_slots; MEMORY: the device refuses a larger pool (the slots are then unchanged), or it refuses every
-// pool (no slot is then left); IO: reads did not end within a minute.
+// not fit into memory alongside the old one, the slots are emptied first, and the tier may get fewer than n_slots.
+// INVALID: the tier cannot have n_slots, or `tier` selects the slots of several devices; MEMORY: the device refuses a
+// larger pool (the slots are then unchanged), or it refuses every pool (no slot is then left); IO: reads did not end
+// within a minute.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 
 // Waits until no transfer is queued or under way and the background fill has ended. Then checks the bookkeeping like

@@ -15,14 +15,14 @@
 #include <cstring>
 
 namespace moegguf {
-namespace {
-
 ggml_context_ptr tensor_context(size_t n_tensors) {
     ggml_init_params params = {ggml_tensor_overhead() * (n_tensors + 8), nullptr, /*no_alloc =*/true};
     ggml_context_ptr context(ggml_init(params));
-    if (!context) { throw Error(MOEGGUF_MEMORY, "no memory for the pool's tensor descriptions"); }
+    if (!context) { throw Error(MOEGGUF_MEMORY, "no memory for the descriptions of tensors"); }
     return context;
 }
+
+namespace {
 
 // Returns the buffer type that interleaves a matrix's rows for the device's kernels; nullptr: the matrix keeps the
 // file's layout.
@@ -517,10 +517,6 @@ uint64_t Pool::bytes() const {
     uint64_t n = 0;
     for (const Arena & arena : arenas_) { n += arena.memory ? ggml_backend_buffer_get_size(arena.memory.get()) : 0; }
     return n - strides_.slot_bytes() * memory_.n_others; // the pool of the device counts the other slots of a range
-}
-
-int Pool::n_repacked() const {
-    return (int)(interleaved_.size() - std::count(interleaved_.begin(), interleaved_.end(), nullptr));
 }
 
 } // namespace moegguf

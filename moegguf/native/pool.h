@@ -17,6 +17,9 @@ namespace moegguf {
 // groups of 64 rows, because interleaved layouts work on groups of up to 16 rows.
 uint64_t piece_bytes(const Matrix & m);
 
+// Creates a context for the descriptions of n_tensors tensors, which have no memory yet. Throws Error(MEMORY).
+ggml_context_ptr tensor_context(size_t n_tensors);
+
 // Returns true if the CPU kernels can multiply by the experts of these matrices in any order. Assumes that each matrix
 // is interleaved if the CPU supports this.
 bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n);
@@ -121,7 +124,6 @@ class Pool {
     uint64_t bytes() const;
     bool host() const { return host_; }
     const PoolMemory & memory() const { return memory_; }
-    int n_repacked() const;
 
   private:
     struct Arena {

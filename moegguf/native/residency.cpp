@@ -266,8 +266,9 @@ void Residency::on_routed(int il) {
 void Residency::on_forecast(int il, const float * probabilities, const float * as_predicted) {
     forecast_known_[il] = probabilities != nullptr;
     if (probabilities) {
-        std::transform(probabilities, probabilities + layout_.layers[il].n_expert, &forecast_[layout_.key(il, 0)],
-                       probability);
+        float * row = &forecast_[layout_.key(il, 0)];
+        std::transform(probabilities, probabilities + layout_.layers[il].n_expert, row, probability);
+        probabilities = row;
     }
     const float * for_policy = as_predicted && policy_->takes_as_predicted() ? as_predicted : probabilities;
     if (!numbering_.resident() && policy_->on_forecast(il, for_policy) && !scores_.set()) { order_.scores_changed(il); }

@@ -140,9 +140,10 @@ void RowTables::renew_rows() {
 
 // Copies the rows from the page cache. Returns false if one of them is not there.
 bool RowTables::read_cached(Rows & rows) const {
+    const Shard & shard = transfers_.drives()->first_shard(rows.shard);
     uint8_t * to = rows.bytes.data();
     for (uint64_t offset : rows.offsets) {
-        if (!transfers_.drives()->read_row_cached(rows.shard, offset, rows.row_bytes, to)) { return false; }
+        if (!shard.read_cached(offset, rows.row_bytes, to)) { return false; }
         to += rows.row_bytes;
     }
     return true;
@@ -202,7 +203,8 @@ void RowTables::read(Rows & rows) const {
     const Drives & drives = *transfers_.drives();
     const ReadBuffer buffer(rows.row_bytes);
     if (rows.offsets.size() > 1) { // the drive reads all rows at the same time
-        for (uint64_t offset : rows.offsets) { drives.read_row_ahead(rows.shard, offset, rows.row_bytes); }
+        const Shard & shard = drives.first_shard(rows.shard);
+        for (uint64_t offset : rows.offsets) { shard.read_ahead(offset, rows.row_bytes); }
     }
     uint8_t * to = rows.bytes.data();
     for (uint64_t offset : rows.offsets) {

@@ -3,7 +3,6 @@
 #include "api.h"
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 
 namespace moegguf {

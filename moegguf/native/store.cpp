@@ -2,8 +2,6 @@
 // first the listener's, then the predictor's, then the links'.
 #include "store.h"
 
-#include <algorithm>
-
 namespace moegguf {
 
 namespace {

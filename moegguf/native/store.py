@@ -514,21 +514,14 @@ class Store:
             self.handle, table.ctypes.data, mask.ctypes.data, table.size
         )
 
-    def set_policy(
-        self, name: str = "lru", tier: Tier = Tier.COMPUTE, values: Sequence[float] = ()
-    ) -> None:
+    def set_policy(self, name: str = "lru", tier: Tier = Tier.COMPUTE) -> None:
         """Sets the eviction policy of a tier, by a name from `native_policies`. The
         policy starts without a history.
 
-        values: numbers that replace the policy's constants, for tests; the policy's
-        file in `moegguf/native/policies` describes them. While scores are set
-        (`set_scores`), they decide in the compute tier. Raises OptionError for an
-        unknown name or a value out of range; the earlier policy then stays in effect.
+        While scores are set (`set_scores`), they decide in the compute tier. Raises
+        OptionError for an unknown name; the earlier policy then stays in effect.
         """
-        numbers = np.array(values, np.float32)
-        self._library.moegguf_store_set_policy(
-            self.handle, tier, name.encode(), numbers.ctypes.data, numbers.size
-        )
+        self._library.moegguf_store_set_policy(self.handle, tier, name.encode())
 
     def set_predictor(
         self,
@@ -686,15 +679,13 @@ class Store:
         memory for both the old pool and a smaller new one, all slots are emptied first,
         and the tier may get fewer slots.
 
-        device: index of the only device to resize. Without it, several devices share
-        the slots: each gets the slots that a pass needs, and a share of the rest in
-        proportion to its remaining capacity. If GPUs also run layers, the number of the
-        CPU's slots does not change.
+        device: index of the device whose slots change; None: the tier's only device.
 
         Raises AllocationError if the device refuses a larger pool (the slots are then
         unchanged), or refuses every pool after the slots were emptied (no slot is then
         left). Raises OptionError for a number of slots that the tier cannot have, and
-        ExpertIOError if reads do not end within a minute.
+        without `device` if COMPUTE has several devices. Raises ExpertIOError if reads
+        do not end within a minute.
         """
         index = tier if device is None else self._tier_of_device(device)
         self._library.moegguf_store_resize(self.handle, index, n_slots)

@@ -243,7 +243,18 @@ void Transfers::forget(Cause cause) {
 void Transfers::drop_prefetches(int il) {
     const size_t dropped = wanted(Cause::request).filter([&](const Want & want) { return want.il != il; });
     count(shared_.counters.prefetch_dropped, dropped);
-    if (tiers_.of(il).ram()) { drop_waiting(tiers_.of(il), il); }
+    // Drops prefetches that wait for a copy from RAM. A link skips queued copies of matrices that are no longer needed
+    // (Tier::still_wanted). A slot with a copy under way is vacated when the copy ends, unless its expert is then
+    // complete.
+    Tier & slots = tiers_.of(il);
+    waiting_ = slots.borrowers();
+    for (int s : waiting_) {
+        const Slot & slot = slots.residency.slot(s);
+        if (slot.il == il && slot.pins == 0) {
+            slots.residency.drop(s, all_kinds);
+            slots.vacate(s);
+        }
+    }
     prefetch_.filter([&](const Job & job) {
         const int s = job.destination.slot;
         Tier & to = tiers_.of(job.destination, job.il);
@@ -253,20 +264,6 @@ void Transfers::drop_prefetches(int il) {
         to.settle(s); // vacates the slot if no other matrix is queued or under way
         return false;
     });
-}
-
-// Drops prefetches of a layer that wait for a copy from RAM. A slot with a copy under way is vacated when the copy
-// ends, unless its expert is then complete.
-void Transfers::drop_waiting(Tier & to, int il) {
-    to.copies->drop_prefetches(il);
-    waiting_ = to.borrowers();
-    for (int s : waiting_) {
-        const Slot & slot = to.residency.slot(s);
-        if (slot.il == il && slot.pins == 0) {
-            to.residency.drop(s, all_kinds);
-            to.vacate(s);
-        }
-    }
 }
 
 void Transfers::pause_prefetch(bool on) {

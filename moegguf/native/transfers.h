@@ -99,7 +99,6 @@ class Transfers final : public Link {
     const Drives * drives() const { return drives_.get(); } // nullptr in a simulation
     // Throws Error(INVALID) if there is no such copy of the files.
     void drive_info(int index, moegguf_drive_info & info) const;
-    uint64_t buffer_bytes() const { return buffers_.empty() ? 0 : buffers_.size() * buffers_[0]->size(); }
 
   private:
     static constexpr int n_causes = 3;
@@ -119,7 +118,6 @@ class Transfers final : public Link {
     void take_source(Tier & to, int s, const Worth & worth);
     template <typename Body>
     void for_slots_above(const Job & job, Body body);
-    void drop_waiting(Tier & to, int il);
     void run_reader(const ReadBuffer & buffer);
     void read(const Job & job, const ReadBuffer & buffer);
 

@@ -35,7 +35,7 @@ from moegguf.controller.watchdog import OFF_TOKENS, WARM_TOKENS, WEIGHED_TOKENS
 from moegguf.engine import loader
 from moegguf.engine.devices import find_gpus
 from moegguf.engine.pinning import refused_bytes
-from moegguf.engine.session import Place, Session
+from moegguf.engine.session import Place, Session, divide_among_devices
 from moegguf.engine.warm_start import most_used
 from moegguf.errors import (
     AllocationError,
@@ -96,8 +96,10 @@ def test_vram_slots_over_ram_slots_give_the_devices_own_logits(
         def before_each() -> None:
             meddler.meddle()
             if next(passes) == N_NEW // 2:
-                for tier, n_slots in zip(Tier, shrink_to, strict=True):
-                    store.resize(n_slots, tier)
+                n_vram, n_ram = shrink_to
+                for (tier, device), n in divide_among_devices(store, n_vram).items():
+                    store.resize(n, tier, device)
+                store.resize(n_ram, Tier.RAM)
 
         with Meddler(store) as meddler:
             logits = greedy_logits(llm, before_each=before_each)

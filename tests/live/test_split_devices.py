@@ -357,6 +357,9 @@ def test_budgets_of_a_device_and_the_cpu_change_independently(path: Path) -> Non
         with pytest.raises(BudgetError, match="2 layers on the CPU"):
             llm.set_budget(expert_cache=share_for(path, 4))
         assert slots() == found[-1]
+        with pytest.warns(UserWarning, match="16 expert slots .* continuing with 8"):
+            assert llm.session.give_slots_back(lambda: None)
+        assert slots() == (8, *found[-1][1:])
     assert llm.plan.device_slots == 24
     assert found == [(18, 12, 12), (18, 6, 6), (24, 12, 12), (24, 12, 12), (16, 12, 12)]
 

@@ -1,9 +1,9 @@
 """The store in plain Python. It models which expert each slot holds after each call,
 without bytes and without time.
 
-It finds a victim by comparing all slots. The policies are lru, lfu-decay and next-use;
-scores can replace any of them. VALUES holds the values for set_policy: with a half-life
-of one token, averages are exact.
+It finds a victim by comparing all slots. The policies are lru, lfu-decay and locality;
+scores can replace any of them. The averages use the store's operations on 32-bit
+floats in the same order, so they are exact.
 """
 
 from collections.abc import Sequence
@@ -18,20 +18,27 @@ from moegguf.controller.shape import MoeShape
 Expert = tuple[int, int]
 Float32s = npt.NDArray[np.float32]
 ZERO, ONE, LEAST = np.float32(0), np.float32(1), np.float32(1e-4)
-POLICIES = ("lru", "lfu-decay", "next-use")
-VALUES = {"next-use": (1.0, 1.0), "lfu-decay": (1.0,)}
+POLICIES = ("lru", "lfu-decay", "locality")
+# Half-lives in tokens of the averages of policies that have scores.
+HALF_LIVES = {"lfu-decay": np.float32(64), "locality": np.float32(14)}
+# The score in locality of an expert that was prefetched, but not chosen by its router.
+IN_VAIN = np.float32(-1e6)
 # A layer number above all others: the next routed layer begins a new pass.
 BETWEEN_PASSES = 1 << 30
 
 
 @dataclass
 class Slot:
-    """A slot with an expert. `broken`: the read of the expert failed, and the slot
-    becomes free when it is unpinned."""
+    """A slot with an expert."""
 
     expert: Expert
     last_use: int
+    # The read of the expert failed, and the slot becomes free when it is unpinned.
     broken: bool = False
+    # The expert was prefetched since the policy was set, and has not been used yet.
+    is_early: bool = False
+    # The expert is early, and its layer's router has chosen other experts.
+    in_vain: bool = False
 
 
 class ReferenceStore:
@@ -62,17 +69,26 @@ class ReferenceStore:
     def set_policy(self, name: str) -> None:
         self.policy = name
         self.average: Float32s = np.zeros(self.shape.table, np.float32)
-        # forecast of each layer that is not yet routed.
+        # The active experts (1; the others are 0) of each layer that has a forecast and
+        # is not yet routed.
         self.forecast = dict[int, Float32s]()
+        for slot in filter(None, self.slots):
+            slot.is_early = slot.in_vain = False
 
     def set_forecast(self, table: Float32s | None, known: Sequence[int] = ()) -> None:
         """Sets the probability of each expert in the layers `known`. A table of None
         removes all forecasts.
 
-        Does nothing unless the policy is next-use.
+        The experts with a token's highest probabilities and all likely experts are
+        active. Does nothing unless the policy is locality.
         """
-        if self.policy == "next-use":
-            self.forecast = {} if table is None else {il: table[il] for il in known}
+        if self.policy != "locality":
+            return
+        self.forecast = {}
+        for il in known if table is not None else ():
+            highest = np.sort(table[il])[-self.shape.n_expert_used]
+            is_active = (table[il] > 0) & (table[il] >= min(highest, 0.5))
+            self.forecast[il] = is_active.astype(np.float32)
 
     def unpin(self) -> None:
         """Drops all pins and frees broken slots that were pinned.
@@ -109,6 +125,8 @@ class ReferenceStore:
         """
         self.begin(il, len(ids))
         self.forecast.pop(il, None)
+        for slot in filter(None, self.slots):
+            slot.in_vain |= slot.is_early and slot.expert[0] == il
         self.moment = (
             il,
             len(ids) > 1 and ids.size >= 4 * self.shape.n_expert,
@@ -134,7 +152,8 @@ class ReferenceStore:
                 self.slots[s].broken = reads_fail  # type: ignore[union-attr]
                 self._read("bytes_missed", reads_fail)
                 self.pinned.add(s)
-        kept = np.exp2(np.float32(-len(ids)))
+        half_life = HALF_LIVES.get(self.policy, ONE)
+        kept = np.float32(np.exp2(np.float64(np.float32(-len(ids)) / half_life)))
         self.average[il] *= kept
         for e in ids.ravel():
             self.average[il, e] += (ONE - kept) / np.float32(len(ids))
@@ -156,6 +175,7 @@ class ReferenceStore:
             )
         if s >= 0:
             self._read("bytes_prefetched", reads_fail)
+            self.slots[s].is_early = True  # type: ignore[union-attr]
             self.slots[s] = None if reads_fail else self.slots[s]
 
     def warm(self, experts: Sequence[Expert], *, reads_fail: bool = False) -> None:
@@ -201,8 +221,11 @@ class ReferenceStore:
         self.counters[counter] += 0 if fails else self.shape.expert_bytes
 
     def _use(self, s: int) -> None:
+        slot = self.slots[s]
+        assert slot is not None
         self.tick += 1
-        self.slots[s].last_use = self.tick  # type: ignore[union-attr]
+        slot.last_use = self.tick
+        slot.is_early = slot.in_vain = False
 
     def _take(self, expert: Expert, below: np.float32 | None = None) -> int:
         """Assigns a free slot, or else the slot of a victim with a score below `below`
@@ -217,7 +240,8 @@ class ReferenceStore:
         if (
             old is not None
             and below is not None
-            and not self._score(old.expert) + self._offset(old.expert[0]) < below
+            and not self._score(old.expert, old.in_vain) + self._offset(old.expert[0])
+            < below
         ):
             return -1
         self._evict(s)
@@ -247,7 +271,10 @@ class ReferenceStore:
             if evictable:
                 s, first = min(
                     evictable,
-                    key=lambda of: (self._score(of[1].expert), of[1].last_use),
+                    key=lambda of: (
+                        self._score(of[1].expert, of[1].in_vain),
+                        of[1].last_use,
+                    ),
                 )
                 turn = (
                     -((il - il_now) % self.shape.n_layer or self.shape.n_layer)
@@ -255,7 +282,7 @@ class ReferenceStore:
                     else 0
                 )
                 rank = (
-                    self._score(first.expert) + self._offset(il),
+                    self._score(first.expert, first.in_vain) + self._offset(il),
                     turn,
                     first.last_use,
                 )
@@ -279,16 +306,18 @@ class ReferenceStore:
     def _ordered(self) -> bool:
         """Returns True if scores or the policy's averages determine the victim, False
         if only the last use does."""
-        return self.scores is not None or (self.policy in VALUES and self.moment[2])
+        return self.scores is not None or (self.policy in HALF_LIVES and self.moment[2])
 
-    def _score(self, expert: Expert) -> np.float32:
+    def _score(self, expert: Expert, in_vain: bool = False) -> np.float32:
         if not self._ordered():
             return ZERO
         if self.scores is not None:
             return self.scores[expert]
         average = self.average[expert]
-        if self.policy != "next-use":
+        if self.policy != "locality":
             return average
+        if in_vain:
+            return IN_VAIN
         wait = ONE / max(average, LEAST)
         return (
             -wait * (ONE - self.forecast[expert[0]][expert[1]])
@@ -297,7 +326,7 @@ class ReferenceStore:
         )
 
     def _offset(self, il: int) -> np.float32:
-        if self.scores is not None or self.policy != "next-use" or not self._ordered():
+        if self.scores is not None or self.policy != "locality" or not self._ordered():
             return ZERO
         ahead, n = (
             self.shape.row_of[il] - self.shape.row_of[self.moment[0]],

@@ -54,9 +54,7 @@ def test_library_calls_reject_null_pointers(fake: FakeModel, open_store: Open) -
         (lib.moegguf_store_counters, store.handle, None),
         (lib.moegguf_store_tier, store.handle, 0, None), (lib.moegguf_store_residency, store.handle, 0, None, 32),
         (lib.moegguf_store_want, store.handle, None, None, 3, 0),
-        (lib.moegguf_store_set_policy, store.handle, 0, None, None, 0),
-        (lib.moegguf_store_set_policy, store.handle, 0, b"next-use", None, 1),
-        (lib.moegguf_store_set_policy, None, 0, b"lru", None, 0),
+        (lib.moegguf_store_set_policy, store.handle, 0, None), (lib.moegguf_store_set_policy, None, 0, b"lru"),
     ]  # fmt: skip
     for call, *arguments in calls:
         with pytest.raises(OptionError):

@@ -54,10 +54,10 @@ def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
     store = Store(fake.layout, devices, StoreOptions(), n_ram)
     context, rng = store.context, np.random.default_rng(0)
     try:
-        assert store.info()["n_repacked"] == 0
         for n in range(40):
             if n == 30 and not n_ram:
-                store.resize(max(2, n_slots // 3))
+                for index in range(len(names)):
+                    store.resize(max(2, n_slots // 3), device=index)
             n_tokens = int(rng.choice(N_TOKENS)) if staging and n % 2 else 1
             context.announce(n, 0, range(n_tokens))
             for il in range(4):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from fake_model import FakeModel, Open, check_counters, make_model
 
+from moegguf.engine.session import divide_among_devices
 from moegguf.errors import AllocationError, OptionError
 from moegguf.native.store import DeviceSlots, Store, StoreOptions, Tier
 from moegguf.quantities import Link
@@ -252,16 +253,22 @@ def test_simulated_devices_have_links_of_their_own(
         assert took_ns == pytest.approx(2 * n_bytes / link.bytes_per_s * 1e9, abs=6)
 
 
-def test_resize_divides_slots_among_devices_or_resizes_one_device(
+def resize_all(store: Store, n_slots: int) -> None:
+    for (tier, device), n in divide_among_devices(store, n_slots).items():
+        store.resize(n, tier, device)
+
+
+def test_a_budget_is_divided_among_devices_and_a_resize_changes_one_device(
     fake: FakeModel, open_store: Open
 ) -> None:
-    store, context = open_store(fake, two((12, 6)), n_ram_slots=8)
+    devices = [replace(of, pass_slots=2) for of in two((12, 6))]
+    store, context = open_store(fake, devices, n_ram_slots=8)
     sizes: list[tuple[Callable[[], None], tuple[int, int]]] = [
         (lambda: None, (12, 6)),
-        (lambda: store.resize(4), (2, 2)),
-        (lambda: store.resize(11), (7, 4)),
+        (lambda: resize_all(store, 4), (2, 2)),
+        (lambda: resize_all(store, 11), (7, 4)),
         (lambda: store.resize(5, device=1), (7, 5)),
-        (lambda: store.resize(18), (12, 6)),
+        (lambda: resize_all(store, 18), (12, 6)),
     ]
     for n, (il, experts) in enumerate(skewed(200)):
         resize, expected = sizes[n // 40]
@@ -274,7 +281,9 @@ def test_resize_divides_slots_among_devices_or_resizes_one_device(
         assert all(
             store.device(index)["slots_used"] <= expected[index] for index in (0, 1)
         )
-    for n_slots, device in ((3, None), (19, None), (1, 0), (7, 1)):
+    with pytest.raises(OptionError, match="only one pool of slots"):
+        store.resize(11)
+    for n_slots, device in ((1, 0), (13, 0), (1, 1), (7, 1)):
         with pytest.raises(OptionError, match="slots, not"):
             store.resize(n_slots, device=device)
     for call in (store.device, lambda index: store.resize(4, device=index)):
@@ -293,19 +302,15 @@ def test_resize_keeps_pass_slots_in_the_pool_of_each_device(
     ]
     store, context = open_store(fake, devices, n_ram_slots=8)
     for n_slots in (13, 17, 14, 20):
-        store.resize(n_slots)
+        resize_all(store, n_slots)
         context.acquire(0, [[0, 1], [2, 3], [4, 5], [6, 7]])
         context.acquire(2, [[0, 1], [1, 2]])
         usable = tuple(store.device(index)["n_slots_usable"] for index in (0, 1))
         assert sum(usable) == n_slots
         assert usable[0] >= 8 and usable[1] >= 5
-    for call in (
-        lambda: store.resize(12),
-        lambda: store.resize(7, device=0),
-        lambda: store.resize(4, device=1),
-    ):
+    for n_slots, device in ((7, 0), (4, 1)):
         with pytest.raises(OptionError, match="slots, not"):
-            call()
+            store.resize(n_slots, device=device)
 
 
 def test_store_rejects_layers_without_a_device_and_devices_without_layers(

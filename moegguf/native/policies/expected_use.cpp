@@ -6,7 +6,7 @@
 // expected (1 - q) / p passes after the layer is next computed.
 //
 // The wait until the layer is next computed is a fraction of a pass, or a whole pass for the layer that is being
-// computed. The policies multiply this wait by distance_weight, and add the product. They touch only their own tables
+// computed. The policies multiply this wait by a distance weight, and add the product. They touch only their own tables
 // (policy.h).
 #include "policies/policy.h"
 
@@ -22,8 +22,8 @@ namespace {
 
 constexpr float least_rate = 1e-4f; // smallest estimate of the share of tokens that use an expert
 
-// A policy that evicts the expert whose expected next use is furthest away. Rates: the class that estimates the share
-// of tokens that use each expert.
+// The base of policies that evict the expert whose expected next use is furthest away. Rates: the class that estimates
+// the share of tokens that use each expert.
 template <class Rates>
 class ExpectedUse : public EvictionPolicy {
   public:
@@ -32,12 +32,7 @@ class ExpectedUse : public EvictionPolicy {
         : layout_(layout),
           rates_(layout, args...),
           wait_(layout.n_keys(), 1.0f / least_rate),
-          forecast_(layout.n_keys(), 0.0f),
-          known_(layout.layers.size(), 0) {
-        if (!(distance_weight >= 0.0f) || !std::isfinite(distance_weight)) {
-            throw Error(MOEGGUF_INVALID, "the weight of the distance must be a finite number of 0 or more, not " +
-                                             std::to_string(distance_weight));
-        }
+          forecast_(layout.layers.size(), nullptr) {
         // Fills distance_ with the fraction of a pass until a layer is computed, times distance_weight, for each
         // difference `ahead` between that layer and the current one. A later layer is computed in this pass, and an
         // earlier one in the next pass. The current layer counts as a whole pass ahead: its chosen experts are pinned,
@@ -59,18 +54,14 @@ class ExpectedUse : public EvictionPolicy {
     }
 
     bool on_forecast(int il, const float * probabilities) override {
-        const bool was_known = std::exchange(known_[il], probabilities != nullptr);
-        if (probabilities) {
-            std::transform(probabilities, probabilities + layout_.layers[il].n_expert, &forecast_[layout_.key(il, 0)],
-                           probability);
-        }
-        return was_known || probabilities;
+        const float * before = std::exchange(forecast_[il], probabilities);
+        return before || probabilities;
     }
 
     // Returns the negated expected number of passes from the next computation of layer il until the expert is used.
     float score(int il, int expert) const override {
-        const int key = layout_.key(il, expert);
-        return known_[il] ? -wait_[key] * (1.0f - forecast_[key]) : 1.0f - wait_[key];
+        const float wait = wait_[layout_.key(il, expert)], *forecast = forecast_[il];
+        return forecast ? -wait * (1.0f - forecast[expert]) : 1.0f - wait;
     }
 
     // Returns the wait until layer il is next computed, as a fraction of a pass, times -distance_weight. Layer now.il
@@ -84,9 +75,8 @@ class ExpectedUse : public EvictionPolicy {
 
   private:
     Rates rates_;
-    std::vector<float> wait_;     // [n_layer * n_expert_max] expected number of passes from one use to the next
-    std::vector<float> forecast_; // [n_layer * n_expert_max] probability of a use, valid for layers in known_
-    std::vector<uint8_t> known_;  // [n_layer] 1: the layer has a forecast
+    std::vector<float> wait_;             // [n_layer * n_expert_max] expected number of passes from one use to the next
+    std::vector<const float *> forecast_; // [n_layer][n_expert] probabilities of use; nullptr: there is no forecast
     // [2 * n_moe_layers - 1] fraction of a pass until a layer is computed, times distance_weight.
     std::vector<float> distance_;
 };
@@ -105,10 +95,10 @@ class ExpectedUse : public EvictionPolicy {
 // number of passes until their next use, plus their layer's distance.
 class Locality final : public ExpectedUse<FadingAverage> {
   public:
-    Locality(const Layout & layout, const Values &)
+    explicit Locality(const Layout & layout)
         : ExpectedUse(layout, 1.0f, half_life_tokens),
           prefetched_(layout.n_keys(), Early::no),
-          active_(layout.n_expert_max) {}
+          active_(layout.n_keys()) {}
 
     bool takes_as_predicted() const override { return true; }
 
@@ -131,9 +121,10 @@ class Locality final : public ExpectedUse<FadingAverage> {
         const auto last = sorted_.begin() + std::min(layer.n_expert_used, layer.n_expert) - 1;
         std::nth_element(sorted_.begin(), last, sorted_.end(), std::greater<float>());
         const float least = std::min(*last, likely);
-        std::transform(probabilities, probabilities + layer.n_expert, active_.begin(),
+        float * active = &active_[layout_.key(il, 0)];
+        std::transform(probabilities, probabilities + layer.n_expert, active,
                        [least](float p) { return p > 0.0f && p >= least ? 1.0f : 0.0f; });
-        return ExpectedUse::on_forecast(il, active_.data());
+        return ExpectedUse::on_forecast(il, active);
     }
 
     void on_prefetch(int il, int expert) override { prefetched_[layout_.key(il, expert)] = Early::yes; }
@@ -155,7 +146,8 @@ class Locality final : public ExpectedUse<FadingAverage> {
     // [n_layer * n_expert_max] `yes`: prefetched but not used yet; `in_vain`: the layer's router then chose other
     // experts; `no`: neither.
     std::vector<Early> prefetched_;
-    std::vector<float> active_, sorted_; // scratch
+    std::vector<float> active_; // [n_layer * n_expert_max] 1: the expert is active
+    std::vector<float> sorted_; // scratch
 };
 
 constexpr float least_input = 1e-3f; // smallest probability that logit() uses; smaller ones are raised to it
@@ -367,20 +359,17 @@ void LearnedRates::recall(int il) {
     }
 }
 
-// Creates the policy next-use: Belady's rule with an estimated future. Its scores choose victims in passes that decode.
-// For several sequences that decode together, the estimates are only approximate. In all other passes, the policy only
+// The policy next-use: Belady's rule with an estimated future. Its scores choose victims in passes that decode. For
+// several sequences that decode together, the estimates are only approximate. In all other passes, the policy only
 // updates its estimates. Victims are then chosen by recency or, in a sweep, by layer (Residency::victim).
-//
-// values: distance_weight, then the half-life in tokens of a plain average, which replaces the learned estimate.
-std::unique_ptr<EvictionPolicy> make_next_use(const Layout & layout, const Values & values) {
-    const float distance_weight = value_or(values, 0, 4.0f);
-    if (values.size() < 2) { return std::make_unique<ExpectedUse<LearnedRates>>(layout, distance_weight); }
-    return std::make_unique<ExpectedUse<FadingAverage>>(layout, distance_weight, values[1]);
-}
+class NextUse final : public ExpectedUse<LearnedRates> {
+  public:
+    explicit NextUse(const Layout & layout) : ExpectedUse(layout, 4.0f) {}
+};
 
 } // namespace
 
-const PolicyType next_use_policy = {"next-use", true, make_next_use};
+const PolicyType next_use_policy = {"next-use", true, make_policy_of<NextUse>};
 const PolicyType locality_policy = {"locality", true, make_policy_of<Locality>};
 
 } // namespace moegguf

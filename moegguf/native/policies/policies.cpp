@@ -9,18 +9,18 @@ namespace {
 // layer that is needed last are evicted first.
 class Lru final : public EvictionPolicy {
   public:
-    Lru(const Layout &, const Values &) {}
+    explicit Lru(const Layout &) {}
 
     bool orders(const LayerStep &) const override { return false; }
     float score(int, int) const override { return 0.0f; }
 };
 
 // A policy that evicts the expert with the lowest decayed number of uses. A use counts half as much after each
-// half-life (LRFU, Lee et al. 2001). The policy's only value is this half-life in tokens. Uses in passes of more than
-// one token are also counted, but in such passes recency decides, as in Lru.
+// half-life of 64 tokens (LRFU, Lee et al. 2001). Uses in passes of more than one token are also counted, but in such
+// passes recency decides, as in Lru.
 class DecayedFrequency final : public EvictionPolicy {
   public:
-    DecayedFrequency(const Layout & layout, const Values & values) : average_(layout, value_or(values, 0, 64.0f)) {}
+    explicit DecayedFrequency(const Layout & layout) : average_(layout, 64.0f) {}
 
     bool orders(const LayerStep & now) const override { return now.token; }
     bool on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) override {
@@ -35,21 +35,16 @@ class DecayedFrequency final : public EvictionPolicy {
 
 // Segmented LRU (Karedla, Love and Wherry 1994), with two segments for each layer. Experts that have been used at least
 // twice since they were loaded are protected. All other experts are on probation, and are evicted first. The protected
-// segment holds at most a share of the layer's resident experts; this share is the policy's only value. At the layer's
-// next routing event, the least recently used experts above this share go back on probation.
+// segment holds at most protected_share of the layer's resident experts. At the layer's next routing event, the least
+// recently used experts above this share go back on probation.
 class Slru final : public EvictionPolicy {
   public:
-    Slru(const Layout & layout, const Values & values)
+    explicit Slru(const Layout & layout)
         : layout_(layout),
-          share_(value_or(values, 0, 0.8f)),
           fresh_(layout.n_keys(), 0),
           used_(layout.n_keys(), 0),
           n_resident_(layout.layers.size(), 0),
-          n_protected_(layout.layers.size(), 0) {
-        if (!(share_ >= 0.0f && share_ <= 1.0f)) {
-            throw Error(MOEGGUF_INVALID, "the protected share must be from 0 to 1, but is " + std::to_string(share_));
-        }
-    }
+          n_protected_(layout.layers.size(), 0) {}
 
     bool orders(const LayerStep & now) const override { return !now.sweep; }
     float score(int il, int expert) const override { return used_[layout_.key(il, expert)] > 0 ? 1.0f : 0.0f; }
@@ -73,7 +68,7 @@ class Slru final : public EvictionPolicy {
     }
 
     bool on_routing(int il, const int32_t *, int, int) override {
-        const int most = (int)std::ceil(share_ * n_resident_[il]);
+        const int most = (int)std::ceil(protected_share * n_resident_[il]);
         const bool full = n_protected_[il] > most;
         while (n_protected_[il] > most) {
             const uint64_t * used = &used_[layout_.key(il, 0)];
@@ -93,8 +88,9 @@ class Slru final : public EvictionPolicy {
         used = 0;
     }
 
+    static constexpr float protected_share = 0.8f;
+
     const Layout & layout_;
-    const float share_;
     std::vector<uint8_t> fresh_;   // [n_layer * n_expert_max] 1: the expert has been loaded but not used yet
     std::vector<uint64_t> used_;   // [n_layer * n_expert_max] clock_ at a protected expert's last use; 0: on probation
     std::vector<int> n_resident_;  // [n_layer] number of experts with a slot
@@ -113,7 +109,7 @@ constexpr float epsilon = 1e-6f;
 
 class Sparsity final : public EvictionPolicy {
   public:
-    Sparsity(const Layout & layout, const Values &) : layout_(layout), scores_(layout.n_keys(), 0.0f) {
+    explicit Sparsity(const Layout & layout) : layout_(layout), scores_(layout.n_keys(), 0.0f) {
         for (int il : layout.moe_layers) { set_row(il, nullptr); }
     }
 
@@ -156,10 +152,10 @@ const PolicyType * const policies[] = {
 
 } // namespace
 
-std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name, const Values & values) {
+std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name) {
     std::string known;
     for (const PolicyType * type : policies) {
-        if (name == type->name) { return type->make(layout, values); }
+        if (name == type->name) { return type->make(layout); }
         known += (known.empty() ? "" : ", ") + std::string(type->name);
     }
     throw Error(MOEGGUF_INVALID, "there is no eviction policy '" + name + "'; the known policies are " + known);

@@ -65,10 +65,12 @@ class EvictionPolicy {
     virtual bool on_routed(int /*il*/) { return false; }
 
     // Receives a forecast for layer il: for each expert [n_expert], the probability that it will be used the next time
-    // this layer is computed. NULL: there is no longer a forecast; this happens at each routing event of the layer.
-    // Returns true if scores of this layer have changed.
+    // this layer is computed. The probabilities are from 0 to 1, and stay valid until the next call for this layer.
+    // NULL: there is no longer a forecast; this happens at each routing event of the layer. Returns true if scores of
+    // this layer have changed.
     virtual bool on_forecast(int /*il*/, const float * /*probabilities*/) { return false; }
-    // Returns true if on_forecast() receives the predictor's raw probabilities instead of calibrated ones.
+    // Returns true if on_forecast() receives the predictor's raw probabilities instead of calibrated ones. They are
+    // valid only during the call, and may be any numbers.
     virtual bool takes_as_predicted() const { return false; }
 
     // The following functions are called when an expert is used, gets a slot, or loses its slot. A use is a routing
@@ -85,43 +87,28 @@ class EvictionPolicy {
     virtual float layer_offset(int /*il*/, const LayerStep & /*now*/) const { return 0.0f; }
 };
 
-// Numbers that replace the constants of a policy. Each policy defines their order.
-using Values = std::vector<float>;
-
-inline float value_or(const Values & values, size_t i, float otherwise) {
-    return i < values.size() ? values[i] : otherwise;
-}
-
 template <typename T>
-std::unique_ptr<EvictionPolicy> make_policy_of(const Layout & layout, const Values & values) {
-    return std::make_unique<T>(layout, values);
+std::unique_ptr<EvictionPolicy> make_policy_of(const Layout & layout) {
+    return std::make_unique<T>(layout);
 }
 
 struct PolicyType {
     const char * name;
     bool takes_forecast; // true: on_forecast() changes scores
-    std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Values & values);
+    std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout);
 };
 
 extern const PolicyType next_use_policy, locality_policy; // defined in expected_use.cpp
 
-// Creates the policy with this name. Throws Error(INVALID) for an unknown name, or a value out of range.
-std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name,
-                                            const Values & values = {});
+// Creates the policy with this name. Throws Error(INVALID) for an unknown name.
+std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name);
 const PolicyType * policy_at(int index); // nullptr after the last policy
 
 // Returns p clamped to the range 0 to 1; NaN becomes 0.
 inline float probability(float p) { return p > 0.0f ? std::min(p, 1.0f) : 0.0f; }
 
-// Returns the weight that earlier tokens keep in a fading average after n_tokens more tokens. Throws Error(INVALID) if
-// the half-life is not a finite number above 0.
-inline float kept_after(float half_life_tokens, int n_tokens) {
-    if (!(half_life_tokens > 0.0f) || !std::isfinite(half_life_tokens)) {
-        throw Error(MOEGGUF_INVALID,
-                    "a half-life must be a finite number of tokens above 0, not " + std::to_string(half_life_tokens));
-    }
-    return std::exp2(-(float)n_tokens / half_life_tokens);
-}
+// Returns the weight that earlier tokens keep in a fading average after n_tokens more tokens.
+inline float kept_after(float half_life_tokens, int n_tokens) { return std::exp2(-(float)n_tokens / half_life_tokens); }
 
 // A table [n_layer * n_expert_max] with the share of tokens that used each expert. The latest tokens count most.
 class FadingAverage {
@@ -129,9 +116,7 @@ class FadingAverage {
     FadingAverage(const Layout & layout, float half_life_tokens)
         : layout_(layout),
           half_life_tokens_(half_life_tokens),
-          table_(layout.n_keys(), 0.0f) {
-        kept_after(half_life_tokens, 1);
-    }
+          table_(layout.n_keys(), 0.0f) {}
 
     const float * row(int il) const { return &table_[layout_.key(il, 0)]; } // [n_expert]
 

@@ -9,7 +9,6 @@
 #include "layout.h"
 #include "predictors/network.h"
 
-#include <cmath>
 #include <map>
 #include <memory>
 #include <string>

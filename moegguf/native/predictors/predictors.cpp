@@ -2,8 +2,6 @@
 // The file changes neither a predictor nor an array.
 #include "predictors/predictor.h"
 
-#include <algorithm>
-
 namespace moegguf {
 namespace {
 
