@@ -354,9 +354,7 @@ class Llama(UpstreamLlama):
 
         If the evaluation fails, the context again contains only its earlier tokens, so that you can repeat the call. A
         context with a recurrent state is empty after a failure. So is a context whose cells for a sliding window were
-        reused. Raises MoeggufError, such as ExpertIOError,
-        GenerationCancelled, ForkError and
-        ClosedError.
+        reused. Raises MoeggufError, such as ExpertIOError, GenerationCancelled, ForkError and ClosedError.
 
         Example:
             >>> llm.reset()

@@ -55,9 +55,10 @@ class RunHits:
         earlier load saved for the same share. Also saves the time for a token of a
         prompt, if it is shorter than the saved one. Saves nothing if the model's files
         can no longer be read."""
-        known_s = read_prompt_token_s(self._layout)
-        if self._prompt_token_s < (known_s or math.inf):
-            _prompt_fact(self._layout).write(self._prompt_token_s)
+        if self._prompt_token_s < math.inf:
+            known_s = read_prompt_token_s(self._layout) or math.inf
+            if self._prompt_token_s < known_s:
+                _prompt_fact(self._layout).write(self._prompt_token_s)
         if self._answers:
             rates = {
                 share: answers.hit_rate for share, answers in self._answers.items()

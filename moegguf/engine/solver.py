@@ -81,7 +81,7 @@ from moegguf.quantities import ExpertCache, format_bytes, format_bytes_up
 SMALL_UBATCH_TOKENS = 32
 # The first fit is chosen whose cost is at most this many times the least cost. With
 # 1.03, the chosen fit takes at most 1.05 times as long as the best one, without any
-# measured speed (tests/pure/test_passes.py). This holds for disks of 0.2 to 7 GB/s, and
+# measured speed (tests/pure/test_pass_choice.py). This holds for disks of 0.2 to 7 GB/s, and
 # for memories of 10 to 100 GB/s. With 1.1, requests took up to 1.24 times as long.
 ABOUT = 1.03
 ON_CPU = -1

@@ -701,7 +701,7 @@ def test_budget_reads_and_changes_a_loaded_model(loaded: Server, mine: Mine) -> 
     for arguments, words in (
         (
             ("demo", "1KiB"),
-            "expert_cache='1.00KiB' is too small for a model that was loaded to read 512 tokens",
+            "expert_cache='1.00KiB' is too small for a model that was loaded to read 1024 tokens",
         ),
         (("demo", "much"), "accepted"),
         (("unknown", "50%"), "unknown"),
