@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from waiting import until
 
 from moegguf.engine.llama import Llama
@@ -36,6 +37,11 @@ QUESTION = "What does moegguf do?"
 SAMPLING = {field.name for field in fields(Sampling)}
 Load = Callable[..., Llama]  # types of the fixtures `load` and `tiny`
 TinyModel = Callable[..., Path]
+
+
+def prompt_of(n_tokens: int, seed: int = 0) -> list[int]:
+    """Returns random tokens, which are the same for the same seed."""
+    return np.random.default_rng(seed).integers(5, 900, n_tokens).tolist()
 
 
 def ask(*messages: str, **options: Any) -> Request:

@@ -142,3 +142,10 @@ def whole(shared: Llama) -> str:
 
     shared.reset()
     return reply(shared, QUESTION)[0]
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores contexts in a folder of the test, with a limit of 1 GiB."""
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MOEGGUF_CONTEXT_STORE", "1GiB")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from answering import DEMO, TinyModel
+from answering import DEMO, TinyModel, prompt_of
 from pictures import message, png
 from rpc_device import on_servers
 
@@ -38,14 +38,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("MOEGGUF_CONTEXT_STORE", "1GiB")
-
-
-def prompt_of(n_tokens: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 900, n_tokens).tolist()
+pytestmark = pytest.mark.usefixtures("own_home")
 
 
 def engine(model: Path | str, **options: Any) -> Engine:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from answering import prompt_of
 from running import TinyModel
 
 from moegguf.engine.kv_block_store import (
@@ -41,14 +42,7 @@ N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, 20
 N_LONG = 1100
 
 
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("MOEGGUF_CONTEXT_STORE", "1GiB")
-
-
-def prompt_of(n_tokens: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 900, n_tokens).tolist()
+pytestmark = pytest.mark.usefixtures("own_home")
 
 
 def engine(model: Path, **options: Any) -> Engine:

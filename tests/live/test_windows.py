@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from answering import TinyModel
+from answering import TinyModel, prompt_of
 from eager import Eager
 
 from moegguf import Engine, EngineAnswer, Llama, Sampling
@@ -26,23 +25,16 @@ from moegguf.processor import has_kernels, read_processor
 from moegguf.quantities import MIB
 from moegguf.settings import read_environment
 
-pytestmark = pytest.mark.skipif(
-    not has_kernels(read_processor(), read_environment().kernels),
-    reason="bits depend on the pass here",
-)
+pytestmark = [
+    pytest.mark.usefixtures("own_home"),
+    pytest.mark.skipif(
+        not has_kernels(read_processor(), read_environment().kernels),
+        reason="bits depend on the pass here",
+    ),
+]
 PRESETS = ["tiny-gpt-oss", "tiny-gemma4"]
 N_CTX, N_PROMPT, N_NEW = 2048, 1000, 100
 N_UBATCH = 64  # the layers with a window have at most 256 or 512 cells
-
-
-@pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("MOEGGUF_CONTEXT_STORE", "1GiB")
-
-
-def prompt_of(n_tokens: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 900, n_tokens).tolist()
 
 
 def engine(model: Path, **options: Any) -> Engine:
