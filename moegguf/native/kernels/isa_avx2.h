@@ -47,9 +47,9 @@ struct Avx2 {
         return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), nibbles);
     }
     template <int shift>
-    static I high_bits(I x, int bits) {
+    static I add_high_bits(I nibbles, I x, int bits) {
         const I moved = shift <= 4 ? _mm256_slli_epi16(x, 4 - shift) : _mm256_srli_epi16(x, shift - 4);
-        return _mm256_and_si256(moved, _mm256_set1_epi8((char)(bits << 4)));
+        return _mm256_or_si256(nibbles, _mm256_and_si256(moved, _mm256_set1_epi8((char)(bits << 4))));
     }
 
     static void load_line(const uint8_t * const (&groups)[1], int i, I & first, I & last) {
@@ -75,6 +75,7 @@ struct Avx2 {
     static I scales(const uint8_t * of_columns) {
         return twice(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)of_columns)));
     }
+    template <bool>
     static I signed_scales(const uint8_t * const (&groups)[1]) {
         const I x = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)groups[0]));
         return twice(_mm256_and_si256(x, _mm256_set1_epi32(0xffff)));
@@ -102,7 +103,7 @@ struct Avx2 {
 
     // Returns sum + scale * (w . x) for signed codes. The pairs of products of each vector are added in 32 bits:
     // sums over all vectors do not fit into 16 bits.
-    template <int n_vectors>
+    template <int n_vectors, int>
     static I wide_sum(I sum, const I * w, const int8_t * x, const int32_t *, I scale) {
 #pragma GCC unroll 8
         for (int i = 0; i < n_vectors; i++) { sum = add_pairs(sum, signed_pairs(w[i], broadcast(x + 4 * i)), scale); }

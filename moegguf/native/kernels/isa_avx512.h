@@ -32,12 +32,13 @@ struct Columns16 {
     static I look_up(I nibbles, const int8_t * table) {
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), nibbles);
     }
-    // Moves one or two bits of each byte, starting at bit `shift`, so that they start at bit 4. `bits` is 1 for one
-    // bit, and 3 for two bits.
+    // Adds one or two bits of each byte of x, starting at bit `shift`, to the nibbles, as bits 4 and 5. `bits` is 1 for
+    // one bit, and 3 for two bits.
     template <int shift>
-    static I high_bits(I x, int bits) {
+    static I add_high_bits(I nibbles, I x, int bits) {
         const I moved = shift <= 4 ? _mm512_slli_epi16(x, 4 - shift) : _mm512_srli_epi16(x, shift - 4);
-        return _mm512_and_si512(moved, _mm512_set1_epi8((char)(bits << 4)));
+        constexpr int a_or_b_and_c = 0xf8;
+        return _mm512_ternarylogic_epi32(nibbles, moved, _mm512_set1_epi8((char)(bits << 4)), a_or_b_and_c);
     }
 
     // Loads line i of two groups of 8 interleaved columns. A line has 8 bytes of each column: `first` gets the first
@@ -71,6 +72,7 @@ struct Columns16 {
     static I scales(const uint8_t * of_columns) {
         return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)of_columns));
     }
+    template <bool>
     static I signed_scales(const uint8_t * const (&groups)[2]) {
         const __m128i x = _mm_set_epi64x(load_8(groups[1]), load_8(groups[0]));
         return _mm512_and_si512(_mm512_cvtepi8_epi32(x), _mm512_set1_epi32(0xffff));
@@ -83,7 +85,8 @@ struct Columns16 {
     }
     static I add_pairs(I sum, I a, I b) { return _mm512_dpwssd_epi32(sum, a, b); }
     static I add_fours(I sum, I a, I b) { return _mm512_dpbusd_epi32(sum, a, b); }
-    static I multiply_add(I sum, I a, I b) { return _mm512_add_epi32(sum, _mm512_mullo_epi32(a, b)); }
+    static I add(I a, I b) { return _mm512_add_epi32(a, b); }
+    static I multiply(I a, I b) { return _mm512_mullo_epi32(a, b); }
 
     // ---- for plain.h ----
 
@@ -169,16 +172,24 @@ struct Columns16 {
 // Operations on 8 columns: AVX2, but with VNNI's instructions for sums of products, and with scales in the form that
 // Vnni::scaled_sum needs.
 struct Columns8 : Avx2 {
+    static void load_line(const uint8_t * const (&groups)[1], int i, I & first, I & last) {
+        const I even = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14), odd = _mm256_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15);
+        const auto * line = (const I *)(groups[0] + 64 * i);
+        const I a = _mm256_loadu_si256(line), b = _mm256_loadu_si256(line + 1);
+        first = _mm256_permutex2var_epi32(a, even, b);
+        last = _mm256_permutex2var_epi32(a, odd, b);
+    }
     static I scales(const uint8_t * of_columns) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)of_columns));
     }
-    static I signed_scales(const uint8_t * const (&groups)[1]) {
-        const I x = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)groups[0]));
-        return _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
+    template <bool>
+    static I signed_scales(const uint8_t * const (&groups)[1]) { // returns scales in the form that wide_sum needs
+        return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)groups[0]));
     }
     static I add_pairs(I sum, I a, I b) { return _mm256_dpwssd_epi32(sum, a, b); }
     static I add_fours(I sum, I a, I b) { return _mm256_dpbusd_epi32(sum, a, b); }
-    static I multiply_add(I sum, I a, I b) { return _mm256_add_epi32(sum, _mm256_mullo_epi32(a, b)); }
+    static I add(I a, I b) { return _mm256_add_epi32(a, b); }
+    static I multiply(I a, I b) { return _mm256_mullo_epi32(a, b); }
     template <bool is_signed>
     static I fours(I w, I x) { // signed codes use AVX2: memory, not computation, limits the speed
         return is_signed ? Avx2::fours<true>(w, x) : add_fours(I{}, w, x);
@@ -209,22 +220,33 @@ struct Vnni : Width {
         return sum;
     }
 
-    // Returns sum + scale * (w . x) for products whose partial sums do not fit into 16 bits.
+    // Returns sum + w . x. With a single activation row, two chains of additions take less time than one, because each
+    // addition waits for the one before it.
     template <int n_vectors>
-    static I wide_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
-        I part = Width::broadcast(minus);
+    static I add_products(I sum, const I * w, const int8_t * x) {
+        constexpr int n_chains = Width::n_cols == 8 ? 2 : 1;
+        I chains[2] = {sum};
 #pragma GCC unroll 8
-        for (int i = 0; i < n_vectors; i++) { part = Width::add_fours(part, w[i], Width::broadcast(x + 4 * i)); }
-        return Width::multiply_add(sum, part, scale);
+        for (int i = 0; i < n_vectors; i++) {
+            I & chain = chains[i % n_chains];
+            chain = Width::add_fours(chain, w[i], Width::broadcast(x + 4 * i));
+        }
+        return n_chains > 1 ? Width::add(chains[0], chains[1]) : chains[0];
+    }
+
+    // Returns sum + scale * (w . x) for products whose partial sums do not fit into 16 bits.
+    template <int n_vectors, int n_minus>
+    static I wide_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
+        I part = {};
+        if constexpr (n_minus > 0) { part = Width::broadcast(minus); }
+        if constexpr (n_minus > 1) { part = Width::add(part, Width::broadcast(minus + 1)); }
+        return Width::add(sum, Width::multiply(add_products<n_vectors>(part, w, x), scale));
     }
 
     // Returns w . x for 32 values of each column, minus the offset times the sum of x.
     template <int, bool>
     static I sum_32(const I * w, const int8_t * x, const int32_t * minus) {
-        I sum = Width::broadcast(minus);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) { sum = Width::add_fours(sum, w[i], Width::broadcast(x + 4 * i)); }
-        return sum;
+        return add_products<8>(Width::broadcast(minus), w, x);
     }
 
     // Returns the sum of each group of 8 values, times -offset, as a 32-bit number. `pairs` has 16 sums of two

@@ -44,8 +44,8 @@ struct ScaledPanel {
 // one of d. If the type has minima, vectors of pairs of minima follow, and then a vector of their factors.
 template <class Isa, class T>
 struct SuperblockPanel {
-    static constexpr int n_values = 256, n_steps = 8, n_codes = T::n_codes, n_dots = T::n_dots, n_pairs = T::n_pairs;
-    static constexpr int n_minus = T::n_minus;
+    static constexpr int n_values = 256, n_steps = T::n_steps, n_codes = T::n_codes, n_vectors = T::n_vectors;
+    static constexpr int n_dots = T::n_dots, n_pairs = T::n_pairs, n_minus = T::n_minus;
     static constexpr int scales_at = 256 * Isa::n_cols, d_at = scales_at + 64 * Isa::n_cols;
     static constexpr int mins_at = d_at + 4 * Isa::n_cols, min_at = mins_at + 4 * n_pairs * Isa::n_cols;
     static constexpr bool has_mins = T::has_mins, is_streamed = false;
@@ -74,9 +74,8 @@ struct SuperblockPanel {
         void load() {}
         template <int step, int i>
         void codes(I * w) const {
-            constexpr int n_vectors = 8 / n_codes;
             for (int j = 0; j < n_vectors; j++) {
-                w[j] = Isa::load_codes(from + (8 * step + n_vectors * i + j) * sizeof(I));
+                w[j] = Isa::load_codes(from + ((step * n_codes + i) * n_vectors + j) * sizeof(I));
             }
         }
     };
@@ -101,11 +100,11 @@ MOEGGUF_INLINE void unpack_steps(typename T::template Block<Isa> & block, uint8_
     using P = SuperblockPanel<Isa, T>;
     using I = typename Isa::I;
     const auto unpack = [&block, out](auto half) __attribute__((always_inline)) {
-        constexpr int i = decltype(half)::value, n_vectors = 8 / T::n_codes;
+        constexpr int i = decltype(half)::value, n_vectors = T::n_vectors;
         I w[n_vectors];
         block.template codes<step, i>(w);
         for (int j = 0; j < n_vectors; j++) {
-            Isa::store_codes(out + (8 * step + n_vectors * i + j) * sizeof(I), w[j]);
+            Isa::store_codes(out + ((step * T::n_codes + i) * n_vectors + j) * sizeof(I), w[j]);
         }
         Isa::store_codes(out + P::scales_at + (2 * step + i) * sizeof(I), block.scales(step, i));
     };

@@ -121,7 +121,7 @@ MOEGGUF_INLINE uint8_t * unpack_superblock(const Columns<Isa::n_cols> & columns,
     out += sizeof(d);
     if constexpr (T::has_mins) {
         load_columns<Isa>([&](int c) { return mins[c]; }, x);
-        for (int i = 0; i < 8; i++) { store(i < 4 ? Isa::even_bytes(x[i]) : Isa::odd_bytes(x[i - 4])); }
+        for (int i = 0; i < T::n_pairs; i++) { store(i < 4 ? Isa::even_bytes(x[i]) : Isa::odd_bytes(x[i - 4])); }
         Isa::store((float *)out, Isa::load(min));
         out += sizeof(min);
     }
@@ -215,7 +215,8 @@ struct OneRow {
             const __m256i w = block.codes[i], both = _mm256_set1_epi16((short)(0x100 * (2 * i + 1) + 2 * i));
             const __m256i pairs = T::has_sign ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
                                               : _mm256_maddubs_epi16(w, x);
-            sum = Isa::add_pairs(sum, pairs, _mm256_shuffle_epi8(scales, both));
+            // VNNI's instruction would take longer, because it would wait for the sum before it multiplies.
+            sum = Avx2::add_pairs(sum, pairs, _mm256_shuffle_epi8(scales, both));
         }
         return sum;
     }

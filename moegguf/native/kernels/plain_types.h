@@ -22,7 +22,9 @@ struct RowSum {
 // An activation block: 256 values with a scale, for weights with an integer scale for every 16 or 32 values.
 struct RowPlain {
     int8_t qs[256];
-    int16_t sums[16]; // sum of each group of 16 values: first the even groups, then the odd groups
+    // Sum of each group of 16 values: first the even groups, then the odd groups. If a scale covers 32 values, each
+    // even group has the sum of 32 values, and the sums of the odd groups are 0.
+    int16_t sums[16];
     // Sum of each group of 16 values, times -T::offset, in the form of Isa::minus_16 (AVX2: two 16-bit numbers). If a
     // scale covers 32 values, each even element is for a group of 32 values, and the odd elements are not used.
     int32_t minus[16];
@@ -66,7 +68,7 @@ struct Unsigned {
     static constexpr bool has_sign = false;
     static constexpr int n_dots = fit, zero = zero_;
     template <class Isa>
-    static constexpr bool is_wide = !Isa::signed_codes && zero != 0 && fit < 4; // sums of 16 products may need 32 bits
+    static constexpr bool is_wide = !Isa::signed_codes && fit < 4; // sums of 16 products may need 32 bits
     template <class Isa>
     static constexpr bool is_signed = false;
     template <class Isa>
@@ -180,21 +182,21 @@ struct PlainMxfp4 : Scaled<Unsigned<12, 4>> {
 
 // ---- 256 values with integer scales ----
 
-// The base of types with blocks of 256 values. scale_values_: number of values per scale: 16, or 32 (only for signed
-// codes).
+// The base of types with blocks of 256 values. scale_values_: number of values per scale: 16 or 32.
 template <class Codes, int scale_values_ = 16>
 struct Superblock : Codes {
     struct Prepared {}; // empty in this base; types derived from Grid (grids.h) find indices first, and then codes
     static constexpr int n_values = 256, n_interleaved = 1, scale_values = scale_values_;
-    static constexpr int n_codes = 32 / scale_values, n_pairs = 8, n_minus = Codes::has_sign || Codes::zero != 0;
+    static constexpr int n_steps = 8, n_codes = 32 / scale_values, n_vectors = scale_values / 4;
+    static constexpr int n_pairs = 128 / scale_values, n_minus = Codes::has_sign || Codes::zero != 0;
     static constexpr bool has_mins = false;
     using Row = RowPlain;
 
     static constexpr int first_value(int step, int i) { return 32 * step + 16 * i; }
 };
 
-template <class Codes>
-struct SuperblockWithMins : Superblock<Codes> {
+template <class Codes, int scale_values_ = 16>
+struct SuperblockWithMins : Superblock<Codes, scale_values_> {
     static constexpr bool has_mins = true;
 };
 
@@ -258,7 +260,7 @@ struct PlainQ3K : Superblock<Unsigned<4, 4>> {
 // Q4_K and Q5_K: 12 bytes hold a 6-bit scale and a 6-bit minimum for every 32 values. In a part of 64 values, the low
 // nibbles are the first 32 values.
 template <bool has_fifth_bit>
-struct PlainQ45K : SuperblockWithMins<Unsigned<0, has_fifth_bit ? 2 : 4>> {
+struct PlainQ45K : SuperblockWithMins<Unsigned<0, has_fifth_bit ? 2 : 4>, 32> {
     static constexpr int bytes = has_fifth_bit ? 176 : 144;
     template <class Isa>
     static void unpack(const uint8_t * block, Unpacked & out) {

@@ -101,6 +101,7 @@ void quantize_block(const float * x, RowPlain & row) {
         const __m256i sixteens = _mm256_add_epi32(eights, _mm256_shuffle_epi32(eights, 0x4e));
         row.sums[i] = (int16_t)_mm256_extract_epi32(sixteens, 0);
         row.sums[8 + i] = (int16_t)_mm256_extract_epi32(sixteens, 4);
+        if (T::scale_values == 32) { row.sums[i] += row.sums[8 + i], row.sums[8 + i] = 0; }
     }
 }
 
@@ -165,7 +166,7 @@ struct Tile {
     // Adds the products of 16 or 32 values of each column, times their scale, to `sums`.
     template <int n_rows, int step, int i, class Block>
     static MOEGGUF_INLINE void add_codes(const Block & block, const Row * rows, I * sums) {
-        constexpr int n_vectors = 8 / T::n_codes;
+        constexpr int n_vectors = T::n_vectors;
         I w[n_vectors];
         block.template codes<step, i>(w);
         const I scale = block.scales(step, i);
@@ -175,9 +176,13 @@ struct Tile {
             const int32_t * minus = nullptr;
             if constexpr (T::n_minus > 0) { minus = rows[r].minus + at * T::n_minus / 16; }
             if constexpr (T::template is_wide<Isa>) {
-                sums[r] = Isa::template wide_sum<n_vectors>(sums[r], w, rows[r].qs + at, minus, scale);
+                sums[r] = Isa::template wide_sum<n_vectors, T::n_minus>(sums[r], w, rows[r].qs + at, minus, scale);
             } else {
-                sums[r] = Isa::template scaled_sum<T::n_dots, T::n_minus>(sums[r], w, rows[r].qs + at, minus, scale);
+#pragma GCC unroll 2
+                for (int j = 0; j < n_vectors; j += 4) {
+                    const int8_t * x = rows[r].qs + at + 4 * j;
+                    sums[r] = Isa::template scaled_sum<T::n_dots, T::n_minus>(sums[r], w + j, x, minus, scale);
+                }
             }
         }
     }

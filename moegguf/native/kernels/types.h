@@ -192,23 +192,26 @@ struct Scales6 {
 template <bool has_fifth_bit>
 struct Q45KX8 {
     static constexpr int n_values = 256, n_interleaved = 8, bytes = 32 + 96 + (has_fifth_bit ? 256 : 0) + 1024;
-    static constexpr int n_steps = 8, n_codes = 2, n_dots = has_fifth_bit ? 2 : 4, n_minus = 0, n_pairs = 4;
+    // Q5_K multiplies 32 values before it multiplies by their scale, because their sum needs 32 bits in any case.
+    static constexpr int n_vectors = has_fifth_bit ? 8 : 4, n_steps = 32 / n_vectors, n_codes = 2;
+    static constexpr int n_dots = 4, n_minus = 0, n_pairs = 4;
     static constexpr bool has_mins = true, is_streamed = true;
-    template <class>
-    static constexpr bool is_wide = false;
+    template <class Isa>
+    static constexpr bool is_wide = has_fifth_bit && !Isa::signed_codes;
     template <class Isa>
     static constexpr int read_bytes = Isa::n_groups * bytes;
     using Row = RowMins;
 
-    // A step has 16 of the first 32 values of a part (i = 0) and 16 of the other 32 values (i = 1).
-    static constexpr int first_value(int step, int i) { return step / 2 * 64 + i * 32 + step % 2 * 16; }
+    // A step has n_vectors * 4 of the first 32 values of a part (i = 0), and as many of the other 32 values (i = 1).
+    static constexpr int part(int step) { return step * n_vectors / 8; }
+    static constexpr int first_value(int step, int i) { return part(step) * 64 + i * 32 + step * n_vectors % 8 * 4; }
 
     template <class Isa>
     struct Block {
         const uint8_t * const (&blocks)[Isa::n_groups];
         const Parts<Isa> qs, qh;
         const Scales6<Isa> packed;
-        typename Isa::I raw[4], high[4];
+        typename Isa::I raw[n_vectors], high[n_vectors];
 
         explicit Block(const uint8_t * const (&from)[Isa::n_groups])
             : blocks(from),
@@ -222,19 +225,21 @@ struct Q45KX8 {
             return Isa::load_halves((const void * const(&)[Isa::n_groups])mins.of);
         }
         typename Isa::I mins(int i) const { return Isa::pairs(packed.mins[2 * i], packed.mins[2 * i + 1]); }
-        typename Isa::I scales(int step, int i) const { return Isa::scales(packed.scales[step / 2 * 2 + i]); }
+        typename Isa::I scales(int step, int i) const { return Isa::scales(packed.scales[part(step) * 2 + i]); }
         template <int step>
         void load() {
-            for (int i = 0; i < 2; i++) {
-                Isa::load_line(qs.of, 2 * step + i, raw[2 * i], raw[2 * i + 1]);
-                if constexpr (has_fifth_bit) { Isa::load_line(qh.of, step % 2 * 2 + i, high[2 * i], high[2 * i + 1]); }
+            for (int i = 0; i < n_vectors / 2; i++) {
+                Isa::load_line(qs.of, n_vectors / 2 * step + i, raw[2 * i], raw[2 * i + 1]);
+                if constexpr (has_fifth_bit) { Isa::load_line(qh.of, i, high[2 * i], high[2 * i + 1]); }
             }
         }
         template <int step, int i>
         void codes(typename Isa::I * w) const {
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < n_vectors; j++) {
                 w[j] = i ? Isa::high_nibbles(raw[j]) : Isa::low_nibbles(raw[j]);
-                if constexpr (has_fifth_bit) { w[j] |= Isa::template high_bits<step / 2 * 2 + i>(high[j], 1); }
+                if constexpr (has_fifth_bit) {
+                    w[j] = Isa::template add_high_bits<part(step) * 2 + i>(w[j], high[j], 1);
+                }
             }
         }
     };
@@ -247,10 +252,12 @@ using Q5KX8 = Q45KX8<true>;
 // their high 2 bits. Every 16 values share a signed scale.
 struct Q6KX8 {
     static constexpr int n_values = 256, n_interleaved = 8, bytes = 16 + 128 + 1024 + 512;
-    static constexpr int n_steps = 8, n_codes = 2, n_dots = 2, offset = 32, n_minus = 2, n_pairs = 0;
+    static constexpr int n_vectors = 4, n_steps = 8, n_codes = 2, n_dots = 2, offset = 32, n_minus = 2, n_pairs = 0;
     static constexpr bool has_mins = false, is_streamed = true;
-    template <class>
-    static constexpr bool is_wide = false;
+    // One row of activations is multiplied faster with sums of 32 bits. Many rows are multiplied faster with sums of 16
+    // bits.
+    template <class Isa>
+    static constexpr bool is_wide = !Isa::signed_codes && Isa::n_cols == 8;
     template <class Isa>
     static constexpr int read_bytes = Isa::n_groups * bytes;
     using Row = RowOffset;
@@ -272,7 +279,8 @@ struct Q6KX8 {
         typename Isa::F scale() const { return Isa::load_halves((const void * const(&)[Isa::n_groups])blocks); }
 
         typename Isa::I scales(int step, int i) const {
-            return Isa::signed_scales(Parts<Isa>(blocks, 16 + first_value(step, i) / 16 * 8).of);
+            const Parts<Isa> scales(blocks, 16 + first_value(step, i) / 16 * 8);
+            return Isa::template signed_scales<is_wide<Isa>>(scales.of);
         }
         template <int step>
         void load() {
@@ -285,7 +293,7 @@ struct Q6KX8 {
         void codes(typename Isa::I * w) const {
             for (int j = 0; j < 4; j++) {
                 const auto low = i ? Isa::high_nibbles(raw[j]) : Isa::low_nibbles(raw[j]);
-                w[j] = low | Isa::template high_bits<step % 2 * 2 + i * 4>(high[j], 3);
+                w[j] = Isa::template add_high_bits<step % 2 * 2 + i * 4>(low, high[j], 3);
             }
         }
     };
