@@ -28,7 +28,11 @@ N_ROWS, N_IN, N_OUT = 17, 512, 40
 N_FLOATS = 37
 INTERLEAVED = ("q4_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "mxfp4")
 # Types that moegguf's kernels read in the layout of the file.
-PLAIN = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", *GRIDS)
+TERNARY = ("tq1_0", "tq2_0")
+PLAIN = (
+    *("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", "nvfp4", "q1_0", "q2_0"),
+    *(*TERNARY, *GRIDS),
+)
 FLOATS = ("f32", "f16", "bf16")
 # Types that are slow to quantise. Tests that quantise weights leave them out or are
 # marked as slow.
@@ -157,7 +161,7 @@ def test_plain_products_equal_float64_products_of_rounded_activations(
     assert whole is not None
     assert few is not None
     exact = (
-        rounded(x, 256 if name in GRIDS or name.endswith("_K") else 32)
+        rounded(x, 256 if name in (*TERNARY, *GRIDS) or name.endswith("_K") else 32)
         @ weights(ggml, ggml.types[name]).T
     )
     for rows in ([0], range(2), range(N_ROWS)):

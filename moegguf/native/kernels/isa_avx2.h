@@ -111,14 +111,14 @@ struct Avx2 {
     }
     static I signed_pairs(I w, I x) { return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)); }
 
-    // Returns w . x for 32 values of each column, plus `minus` for unsigned codes. n_dots: number of vectors whose
-    // products together fit into 16 bits. The signs of signed codes are moved to x, because maddubs takes unsigned
-    // codes.
-    template <int n_dots, bool is_signed>
-    static I sum_32(const I * w, const int8_t * x, const int32_t * minus) {
+    // Returns w . x for 4 * n_vectors values of each column, plus `minus` for unsigned codes. n_dots: number of vectors
+    // whose products together fit into 16 bits. The signs of signed codes are moved to x, because maddubs takes
+    // unsigned codes.
+    template <int n_vectors, int n_dots, bool is_signed>
+    static I sum_of(const I * w, const int8_t * x, const int32_t * minus) {
         I sum = is_signed ? I{} : broadcast(minus);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; i += n_dots) {
+        for (int i = 0; i < n_vectors; i += n_dots) {
             I part = {};
 #pragma GCC unroll 8
             for (int j = i; j < i + n_dots; j++) {
@@ -162,6 +162,20 @@ struct Avx2 {
             return x;
         };
         return _mm256_cvtph_ps(_mm_setr_epi16(half(0), half(1), half(2), half(3), half(4), half(5), half(6), half(7)));
+    }
+    // Returns half of byte at + i of each column, which is an unsigned float with 4 bits of exponent and 3 bits of
+    // mantissa.
+    static F gather_ue4m3(const uint8_t * const * columns, int64_t at, int i) {
+        const auto four = [columns, at](int c) {
+            int32_t x;
+            memcpy(&x, columns[c] + at, sizeof(x));
+            return x;
+        };
+        const I fours = _mm256_setr_epi32(four(0), four(1), four(2), four(3), four(4), four(5), four(6), four(7));
+        const I x = _mm256_and_si256(_mm256_srli_epi32(fours, 8 * i), _mm256_set1_epi32(0xff));
+        const I nan = _mm256_set1_epi32(0x7f), bits = _mm256_andnot_si256(_mm256_cmpeq_epi32(x, nan), x);
+        const F small = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_and_si256(bits, nan), 20));
+        return _mm256_mul_ps(small, _mm256_set1_ps(0x1p119f)); // the exponent's bias is 7 instead of 127
     }
     // Returns byte i of each lane as a scale, in the form that scaled_sum and wide_sum need.
     template <bool>

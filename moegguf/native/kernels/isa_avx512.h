@@ -102,6 +102,10 @@ struct Columns16 {
         const __m256 a = Avx2::gather_halves(columns, at), b = Avx2::gather_halves(columns + 8, at);
         return _mm512_insertf32x8(_mm512_castps256_ps512(a), b, 1);
     }
+    static F gather_ue4m3(const uint8_t * const * columns, int64_t at, int i) {
+        const __m256 a = Avx2::gather_ue4m3(columns, at, i), b = Avx2::gather_ue4m3(columns + 8, at, i);
+        return _mm512_insertf32x8(_mm512_castps256_ps512(a), b, 1);
+    }
     template <bool is_wide>
     static I scale_of(I x, int i) {
         const I byte = _mm512_srai_epi32(_mm512_slli_epi32(x, 24 - 8 * i), 24);
@@ -243,10 +247,10 @@ struct Vnni : Width {
         return Width::add(sum, Width::multiply(add_products<n_vectors>(part, w, x), scale));
     }
 
-    // Returns w . x for 32 values of each column, minus the offset times the sum of x.
-    template <int, bool>
-    static I sum_32(const I * w, const int8_t * x, const int32_t * minus) {
-        return add_products<8>(Width::broadcast(minus), w, x);
+    // Returns w . x for 4 * n_vectors values of each column, minus the offset times the sum of x.
+    template <int n_vectors, int, bool>
+    static I sum_of(const I * w, const int8_t * x, const int32_t * minus) {
+        return add_products<n_vectors>(Width::broadcast(minus), w, x);
     }
 
     // Returns the sum of each group of 8 values, times -offset, as a 32-bit number. `pairs` has 16 sums of two

@@ -12,15 +12,15 @@
 namespace moegguf::kernels {
 namespace {
 
-// A panel of weights with a scale for every 32 values. A block has 8 vectors of codes, one of scales, and one of minima
-// if the type has them.
+// A panel of weights with one or two scales for every 32 values. A block has 8 vectors of codes, one of scales (or
+// two), and one of minima if the type has them.
 template <class Isa, class T>
 struct ScaledPanel {
-    static constexpr int n_values = 32, n_dots = T::n_dots;
-    static constexpr int bytes = Isa::n_cols * (32 + 4 + (T::adds_min ? 4 : 0));
+    static constexpr int n_values = 32, n_dots = T::n_dots, n_scales = T::n_scales;
+    static constexpr int bytes = Isa::n_cols * (32 + 4 * n_scales + (T::adds_min ? 4 : 0));
     static constexpr bool has_mins = false, adds_min = T::adds_min, is_streamed = false;
     template <class>
-    static constexpr int read_bytes = Isa::n_cols * T::bytes / T::n_interleaved;
+    static constexpr int read_bytes = Isa::n_cols * T::bytes / T::n_interleaved / T::n_parts;
     template <class>
     static constexpr bool is_signed = T::template is_signed<Isa>;
     using Row = typename T::Row;
@@ -31,8 +31,8 @@ struct ScaledPanel {
         for (int i = 0; i < 8; i++) { w[i] = Isa::load_codes(block[0] + i * sizeof(*w)); }
     }
     template <class>
-    static typename Isa::F scale(From block) {
-        return Isa::load((const float *)(block[0] + 32 * Isa::n_cols));
+    static typename Isa::F scale(From block, int i) {
+        return Isa::load((const float *)(block[0] + (32 + 4 * i) * Isa::n_cols));
     }
     template <class>
     static typename Isa::F min(From block) {
@@ -122,7 +122,7 @@ MOEGGUF_INLINE void unpack_block(const uint8_t * const (&blocks)[Isa::n_groups],
         I w[8];
         T::template codes<Isa>(blocks, w);
         for (int i = 0; i < 8; i++) { Isa::store_codes(out + i * sizeof(I), w[i]); }
-        Isa::store((float *)(out + 32 * Isa::n_cols), T::template scale<Isa>(blocks));
+        Isa::store((float *)(out + 32 * Isa::n_cols), T::template scale<Isa>(blocks, 0));
     } else {
         typename T::template Block<Isa> block(blocks);
         unpack_steps<Isa, T>(block, out);

@@ -7,7 +7,8 @@
 // To add a type, write only its unpacking:
 // 1. Write a struct in plain_types.h. There are two kinds:
 //    - a floating-point scale for every 32 values: derive from `Scaled`, as PlainQ8_0 and PlainMxfp4 do, or from
-//      `ScaledWithMin`, as PlainQ5_1 does. `codes` returns the 32 codes of a block.
+//      `ScaledWithMin`, as PlainQ5_1 does. `codes` returns the 32 codes of a block. PlainQ2_0 has more values for each
+//      scale, and PlainNvfp4 has fewer.
 //    - blocks of 256 values with 8-bit integer scales for every 16 values: derive from `Superblock`, as PlainQ2K and
 //      PlainQ3K do. `unpack` fills an `Unpacked` with codes, scales, and d. A scale for 32 values is written twice.
 //    If codes come from tables, derive from `Grid` in grids.h: `prepare` finds the indices into the tables.
@@ -49,23 +50,36 @@ struct Columns {
     }
 };
 
-// Unpacks one block of each column into `out`. Returns the end of the output.
+// The offsets in a column of the i-th 32 values, for weights with scales for 32 values or less.
+template <class T>
+struct PartAt {
+    int64_t block; // offset of the block
+    int part;      // number of the part of the block
+
+    explicit PartAt(int64_t i) : block(i / T::n_parts * T::bytes), part((int)(i % T::n_parts)) {}
+
+    int64_t codes() const { return block + part * T::part_bytes; }
+};
+
+// Unpacks the i-th 32 values of each column into `out`. Returns the end of the output.
 template <class Isa, class T>
-MOEGGUF_INLINE uint8_t * unpack_scaled(const Columns<Isa::n_cols> & columns, int64_t at, uint8_t * out) {
+MOEGGUF_INLINE uint8_t * unpack_scaled(const Columns<Isa::n_cols> & columns, int64_t i_part, uint8_t * out) {
     using I = typename Isa::I;
+    const PartAt<T> at(i_part);
     alignas(64) uint8_t codes[Isa::n_cols][32];
     for (int c = 0; c < Isa::n_cols; c++) {
-        _mm256_store_si256((__m256i *)codes[c], T::template codes<Isa>(columns.of[c] + at));
+        _mm256_store_si256((__m256i *)codes[c], T::template codes<Isa>(columns.of[c] + at.codes()));
     }
     for (int half = 0; half < 2; half++) {
         I w[4];
         load_columns<Isa>([&](int c) { return codes[c] + 16 * half; }, w);
         for (int i = 0; i < 4; i++, out += sizeof(I)) { Isa::store_codes(out, T::template to_multiply<Isa>(w[i])); }
     }
-    Isa::store((float *)out, T::template scales<Isa>(columns.of, at));
-    out += 4 * Isa::n_cols;
+    for (int i = 0; i < T::n_scales; i++, out += 4 * Isa::n_cols) {
+        Isa::store((float *)out, T::template scales<Isa>(columns.of, at.block, at.part * T::n_scales + i));
+    }
     if constexpr (T::adds_min) {
-        Isa::store((float *)out, Isa::gather_halves(columns.of, at + 2));
+        Isa::store((float *)out, Isa::gather_halves(columns.of, at.block + 2));
         out += 4 * Isa::n_cols;
     }
     return out;
@@ -135,7 +149,7 @@ void unpack_columns(const char * weights, size_t row_bytes, int64_t n_cols, int6
         const Columns<Isa::n_cols> columns((const uint8_t *)weights + col * row_bytes, row_bytes, n_cols - col);
         for (int64_t b = 0; b < n / T::n_values; b++) {
             if constexpr (T::n_values == 32) {
-                out = unpack_scaled<Isa, T>(columns, b * T::bytes, out);
+                out = unpack_scaled<Isa, T>(columns, b, out);
             } else {
                 out = unpack_superblock<Isa, T>(columns, b * T::bytes, out);
             }
@@ -145,11 +159,19 @@ void unpack_columns(const char * weights, size_t row_bytes, int64_t n_cols, int6
 
 // ---- one activation row ----
 
-// Returns the sum of the lanes of each of 8 vectors.
-MOEGGUF_INLINE __m256i sums_of(const __m256i * x) {
+// Computes the sums of the four lower lanes and of the four upper lanes of each of 8 vectors.
+MOEGGUF_INLINE void sums_of_halves(const __m256i * x, __m256i * halves) {
     const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
     const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(x[4], x[5]), _mm256_hadd_epi32(x[6], x[7]));
-    return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+    halves[0] = _mm256_permute2x128_si256(a, b, 0x20);
+    halves[1] = _mm256_permute2x128_si256(a, b, 0x31);
+}
+
+// Returns the sum of the lanes of each of 8 vectors.
+MOEGGUF_INLINE __m256i sums_of(const __m256i * x) {
+    __m256i halves[2];
+    sums_of_halves(x, halves);
+    return _mm256_add_epi32(halves[0], halves[1]);
 }
 
 // Returns signed bytes as 16-bit numbers: first the bytes at even indices, then the bytes at odd indices.
@@ -163,20 +185,27 @@ template <class Isa, class T>
 struct OneRow {
     using Row = typename T::Row;
     using At = const Columns<8> &;
+    static constexpr int block_bytes = 8 * T::bytes / T::n_parts; // bytes of 8 columns that have one block of the row
 
-    static MOEGGUF_INLINE void add_scaled(At columns, int64_t at, const Row & row, __m256 & sums, __m256 &) {
+    static MOEGGUF_INLINE void add_scaled(At columns, PartAt<T> at, const Row & row, __m256 & sums) {
         const __m256i x = _mm256_loadu_si256((const __m256i *)row.qs);
         __m256i products[8];
 #pragma GCC unroll 8
         for (int c = 0; c < 8; c++) {
-            products[c] = Isa::template fours<T::has_sign>(T::template codes<Isa>(columns.of[c] + at), x);
+            products[c] = Isa::template fours<T::has_sign>(T::template codes<Isa>(columns.of[c] + at.codes()), x);
         }
-        __m256i sum = sums_of(products);
-        if constexpr (T::zero != 0) { sum = _mm256_add_epi32(sum, Isa::broadcast(&row.minus)); }
-        const __m256 scale = T::template scales<Isa>(columns.of, at);
-        sums = Isa::fma(Isa::to_float(sum), scale * Isa::broadcast(row.d), sums);
+        __m256i parts[2];
+        sums_of_halves(products, parts);
+        if constexpr (T::n_scales == 1) { parts[0] = _mm256_add_epi32(parts[0], parts[1]); }
+        for (int i = 0; i < T::n_scales; i++) {
+            if constexpr (T::zero != 0) {
+                parts[i] = _mm256_add_epi32(parts[i], Isa::broadcast((const int32_t *)&row.minus + i));
+            }
+            const __m256 scale = T::template scales<Isa>(columns.of, at.block, at.part * T::n_scales + i);
+            sums = Isa::fma(Isa::to_float(parts[i]), scale * Isa::broadcast(row.d), sums);
+        }
         if constexpr (T::adds_min) {
-            sums = Isa::fma(Isa::gather_halves(columns.of, at + 2), Isa::broadcast(row.sum), sums);
+            sums = Isa::fma(Isa::gather_halves(columns.of, at.block + 2), Isa::broadcast(row.sum), sums);
         }
     }
 
@@ -186,8 +215,8 @@ struct OneRow {
         __m256i of_codes[8], of_mins[8];
         const __m256i row_sums = _mm256_loadu_si256((const __m256i *)row.sums);
         unpack_each<Isa, T>(columns, at, [&](int c, const Unpacked & block) __attribute__((always_inline)) {
-            prefetch_part<8 * T::bytes, 8>(soon, c);
-            of_codes[c] = products_of(block, row, row_sums);
+            prefetch_part<block_bytes, 8>(soon, c);
+            of_codes[c] = T::has_scales ? products_of(block, row, row_sums) : unscaled_products(block, row, row_sums);
             d[c] = block.d;
             if constexpr (T::has_mins) {
                 of_mins[c] = _mm256_madd_epi16(even_then_odd(block.mins), row_sums);
@@ -221,6 +250,19 @@ struct OneRow {
         return sum;
     }
 
+    // Returns partial sums of (code - offset) * activation over a block of one column. Sums of 8 pairs of products fit
+    // into 16 bits.
+    static MOEGGUF_INLINE __m256i unscaled_products(const Unpacked & block, const Row & row, __m256i row_sums) {
+        __m256i pairs = {};
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            const __m256i x = _mm256_loadu_si256((const __m256i *)row.qs + i);
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(block.codes[i], x));
+        }
+        const __m256i minus = _mm256_madd_epi16(row_sums, _mm256_set1_epi16((short)-T::zero));
+        return Avx2::add_pairs(minus, pairs, _mm256_set1_epi16(1));
+    }
+
     static void multiply(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int, int64_t n,
                          float * const * out, const char *) {
         const auto * rows = (const Row *)tile;
@@ -230,10 +272,10 @@ struct OneRow {
             __m256 sums = {}, mins = {};
             for (int64_t b = 0; b < n / T::n_values; b++) {
                 // Prefetches follow the order of addresses, not of use.
-                const uint8_t * soon = first + b * 8 * T::bytes + prefetch_ahead_bytes;
+                const uint8_t * soon = first + b * block_bytes + prefetch_ahead_bytes;
                 if constexpr (T::n_values == 32) {
-                    prefetch_part<8 * T::bytes, 1>(soon, 0);
-                    add_scaled(columns, b * T::bytes, rows[b], sums, mins);
+                    prefetch_part<block_bytes, 1>(soon, 0);
+                    add_scaled(columns, PartAt<T>(b), rows[b], sums);
                 } else {
                     add_superblock(columns, b * T::bytes, rows[b], sums, mins, soon);
                 }
@@ -275,6 +317,11 @@ const Kernel * find_plain(ggml_type type) {
            : type == GGML_TYPE_Q4_K    ? &plain_kernel<Isa, PlainQ45K<false>>
            : type == GGML_TYPE_Q5_K    ? &plain_kernel<Isa, PlainQ45K<true>>
            : type == GGML_TYPE_Q6_K    ? &plain_kernel<Isa, PlainQ6K>
+           : type == GGML_TYPE_NVFP4   ? &plain_kernel<Isa, PlainNvfp4>
+           : type == GGML_TYPE_TQ1_0   ? &plain_kernel<Isa, PlainTq1_0>
+           : type == GGML_TYPE_TQ2_0   ? &plain_kernel<Isa, PlainTq2_0>
+           : type == GGML_TYPE_Q1_0    ? &plain_kernel<Isa, PlainQ1_0>
+           : type == GGML_TYPE_Q2_0    ? &plain_kernel<Isa, PlainQ2_0>
                                        : nullptr;
 }
 

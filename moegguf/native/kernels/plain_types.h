@@ -81,17 +81,19 @@ struct Unsigned {
 
 // ---- 32 values with a scale ----
 
-// The base of types with a scale for every 32 values. A block begins with its scale: a half float, unless the type has
-// its own scales(). If `adds_min`, another half float follows, which is added to every value.
-template <class Codes>
+// The base of types with n_parts_ * 32 values in a block, which begins with its scale: a half float, unless the type
+// has its own scales(). If `adds_min`, another half float follows, which is added to every value. The codes of a part
+// have part_bytes_.
+template <class Codes, int n_parts_ = 1, int part_bytes_ = 0>
 struct Scaled : Codes {
-    static constexpr int n_values = 32, n_interleaved = 1;
+    static constexpr int n_values = 32, n_interleaved = 1, n_scales = 1, n_parts = n_parts_, part_bytes = part_bytes_;
     static constexpr bool has_mins = false, adds_min = false;
     using Row = Row32;
 
-    // Returns the scale of the block at offset `at` in each column.
+    // Returns the scale of the block at offset `at` in each column. part: number of the part of the block, and of
+    // one of its n_scales scales, counted together.
     template <class Isa>
-    static typename Isa::F scales(const uint8_t * const * columns, int64_t at) {
+    static typename Isa::F scales(const uint8_t * const * columns, int64_t at, int) {
         return Isa::gather_halves(columns, at);
     }
 };
@@ -171,12 +173,53 @@ struct PlainMxfp4 : Scaled<Unsigned<12, 4>> {
         return Avx2::look_up(nibbles_of(block + 1), mxfp4_values);
     }
     template <class Isa>
-    static typename Isa::F scales(const uint8_t * const * columns, int64_t at) {
+    static typename Isa::F scales(const uint8_t * const * columns, int64_t at, int) {
         uint8_t powers[Isa::n_cols];
         for (int i = 0; i < Isa::n_cols; i++) { powers[i] = columns[i][at]; }
         const uint8_t * groups[Isa::n_groups];
         for (int i = 0; i < Isa::n_groups; i++) { groups[i] = powers + 8 * i; }
         return Isa::half_powers(groups);
+    }
+};
+
+// Q1_0: a bit for each value. The values are 1 and -1.
+struct PlainQ1_0 : Scaled<Unsigned<1, 8>, 4, 4> {
+    static constexpr int bytes = 18;
+    template <class Isa>
+    static __m256i codes(const uint8_t * part) {
+        uint32_t bits;
+        memcpy(&bits, part + 2, sizeof(bits));
+        return Isa::spread_bits(bits, 2);
+    }
+};
+
+// Q2_0: each byte has the 2-bit codes of 4 successive values.
+struct PlainQ2_0 : Scaled<Unsigned<1, 8>, 2, 8> {
+    static constexpr int bytes = 18;
+    template <class Isa>
+    static __m256i codes(const uint8_t * part) {
+        const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(part + 2)));
+        const __m256i two = _mm256_or_si256(x, _mm256_slli_epi32(x, 12));
+        return _mm256_and_si256(_mm256_or_si256(two, _mm256_slli_epi32(two, 6)), _mm256_set1_epi8(3));
+    }
+};
+
+// NVFP4: a block of 64 values begins with 4 scales, one for every 16 values: unsigned floats with 4 bits of exponent
+// and 3 bits of mantissa. The low nibbles of 8 bytes are the first 8 of 16 values.
+struct PlainNvfp4 : Scaled<Unsigned<12, 4>, 2, 16> {
+    static constexpr int bytes = 36, n_scales = 2;
+    using Row = Row16;
+
+    template <class Isa>
+    static __m256i codes(const uint8_t * part) {
+        const __m128i x = load_16(part + 4), low = _mm_set1_epi8(15), high = _mm_and_si128(_mm_srli_epi16(x, 4), low);
+        const __m128i nibbles = _mm_and_si128(x, low);
+        const __m256i both = _mm256_set_m128i(_mm_unpackhi_epi64(nibbles, high), _mm_unpacklo_epi64(nibbles, high));
+        return Avx2::look_up(both, mxfp4_values);
+    }
+    template <class Isa>
+    static typename Isa::F scales(const uint8_t * const * columns, int64_t at, int i) {
+        return Isa::gather_ue4m3(columns, at, i);
     }
 };
 
@@ -186,10 +229,10 @@ struct PlainMxfp4 : Scaled<Unsigned<12, 4>> {
 template <class Codes, int scale_values_ = 16>
 struct Superblock : Codes {
     struct Prepared {}; // empty in this base; types derived from Grid (grids.h) find indices first, and then codes
-    static constexpr int n_values = 256, n_interleaved = 1, scale_values = scale_values_;
+    static constexpr int n_values = 256, n_interleaved = 1, n_parts = 1, scale_values = scale_values_;
     static constexpr int n_steps = 8, n_codes = 32 / scale_values, n_vectors = scale_values / 4;
     static constexpr int n_pairs = 128 / scale_values, n_minus = Codes::has_sign || Codes::zero != 0;
-    static constexpr bool has_mins = false;
+    static constexpr bool has_mins = false, has_scales = true;
     using Row = RowPlain;
 
     static constexpr int first_value(int step, int i) { return 32 * step + 16 * i; }
@@ -230,6 +273,55 @@ struct PlainQ2K : SuperblockWithMins<Unsigned<0, 4>> {
         out.mins = _mm_and_si128(_mm_srli_epi16(both, 4), low);
         out.d = half_at(block + 80);
         out.min = half_at(block + 82);
+    }
+};
+
+// The base of types with the values -1, 0 and 1, and without scales for parts of a block.
+struct Ternary : Superblock<Unsigned<1, 4>> {
+    static constexpr bool has_scales = false;
+};
+
+struct PlainTq2_0 : Ternary {
+    static constexpr int bytes = 66;
+    template <class Isa>
+    static void unpack(const uint8_t * block, Unpacked & out) {
+        two_bits(block, out.codes);
+        out.scales = _mm_set1_epi8(1);
+        out.d = half_at(block + 64);
+    }
+};
+
+// TQ1_0: a byte has up to 5 digits to base 3, the first one in the byte's highest part. The i-th digit of each byte
+// comes before the digits i + 1 of all bytes, separately for the first 32 bytes, the next 16 and the last 4.
+struct PlainTq1_0 : Ternary {
+    static constexpr int bytes = 54;
+    template <class Isa>
+    static void unpack(const uint8_t * block, Unpacked & out) {
+        const auto powers = [](int a, int b) { return _mm256_set_m128i(_mm_set1_epi8(b), _mm_set1_epi8(a)); };
+        const __m256i first = load_32(block), next = _mm256_broadcastsi128_si256(load_16(block + 32));
+        int32_t last;
+        memcpy(&last, block + 48, sizeof(last));
+        const int of_digit[] = {1, 3, 9, 27, 81};
+#pragma GCC unroll 8
+        for (int i = 0; i < 5; i++) { out.codes[i] = digits(first, powers(of_digit[i], of_digit[i])); }
+        out.codes[5] = digits(next, powers(1, 3));
+        out.codes[6] = digits(next, powers(9, 27));
+        const __m128i of_last = _mm_setr_epi8(1, 1, 1, 1, 3, 3, 3, 3, 9, 9, 9, 9, 27, 27, 27, 27);
+        out.codes[7] = digits(_mm256_set_m128i(_mm_set1_epi32(last), _mm256_castsi256_si128(next)),
+                              _mm256_set_m128i(of_last, _mm_set1_epi8(81)));
+        out.scales = _mm_set1_epi8(1);
+        out.d = half_at(block + 52);
+    }
+
+  private:
+    // Returns the highest digit to base 3 of each byte times its power, which is the power of 3 that moves a digit to
+    // the byte's highest part.
+    static __m256i digits(__m256i x, __m256i powers) {
+        const __m256i zero = {}, three = _mm256_set1_epi16(3);
+        // The upper byte of each 16-bit number is used. Its product keeps only the 8 lowest bits.
+        const __m256i a = _mm256_mullo_epi16(_mm256_unpacklo_epi8(zero, x), _mm256_unpacklo_epi8(powers, zero));
+        const __m256i b = _mm256_mullo_epi16(_mm256_unpackhi_epi8(zero, x), _mm256_unpackhi_epi8(powers, zero));
+        return _mm256_packus_epi16(_mm256_mulhi_epu16(a, three), _mm256_mulhi_epu16(b, three));
     }
 };
 

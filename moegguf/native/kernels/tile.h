@@ -56,6 +56,16 @@ void quantize_block(const float * x, Row32 & row) {
 }
 
 template <class Isa, class T>
+void quantize_block(const float * x, Row16 & row) {
+    quantize_32<Isa>(x, row);
+    for (int i = 0; i < 2; i++) {
+        int32_t sum = 0;
+        for (int j = 0; j < 16; j++) { sum += row.qs[16 * i + j]; }
+        row.minus[i] = -T::template offset<Isa> * sum;
+    }
+}
+
+template <class Isa, class T>
 void quantize_block(const float * x, RowSum & row) {
     const int32_t sum = quantize_32<Isa>(x, row);
     row.sum = (float)sum * row.d;
@@ -142,19 +152,24 @@ struct Tile {
 
     static constexpr int32_t no_minus = 0;
 
-    // Adds the products of the weights with one block of n_rows rows to `sums`, for weights with a scale for every 32
-    // values.
+    // Adds the products of the weights with one block of n_rows rows to `sums`, for weights with n_scales scales for
+    // every 32 values.
     template <int n_rows>
     static MOEGGUF_INLINE void add_32(const Groups & block, const Row * rows, F * sums, F *) {
+        constexpr int n_vectors = 8 / T::n_scales;
         I w[8];
         T::template codes<Isa>(block, w);
-        const F scale = T::template scale<Isa>(block);
+#pragma GCC unroll 2
+        for (int i = 0; i < T::n_scales; i++) {
+            const F scale = T::template scale<Isa>(block, i);
 #pragma GCC unroll 16
-        for (int r = 0; r < n_rows; r++) {
-            const int32_t * minus = &no_minus;
-            if constexpr (!T::adds_min) { minus = &rows[r].minus; }
-            const I sum = Isa::template sum_32<T::n_dots, T::template is_signed<Isa>>(w, rows[r].qs, minus);
-            sums[r] = Isa::fma(Isa::to_float(sum), scale * Isa::broadcast(rows[r].d), sums[r]);
+            for (int r = 0; r < n_rows; r++) {
+                const int32_t * minus = &no_minus;
+                if constexpr (!T::adds_min) { minus = (const int32_t *)&rows[r].minus + i; }
+                const I sum = Isa::template sum_of<n_vectors, T::n_dots, T::template is_signed<Isa>>(
+                    w + i * n_vectors, rows[r].qs + 16 * i, minus);
+                sums[r] = Isa::fma(Isa::to_float(sum), scale * Isa::broadcast(rows[r].d), sums[r]);
+            }
         }
         if constexpr (T::adds_min) {
             const F min = T::template min<Isa>(block);

@@ -21,6 +21,13 @@ struct Row32 {
     float d;
 };
 
+// An activation block: 32 values with a scale, for weights with a scale for every 16 values.
+struct Row16 {
+    int8_t qs[32];
+    int32_t minus[2]; // sum of each group of 16 values, times -T::offset
+    float d;
+};
+
 // An activation block: 256 values (int8) with a scale, and the sums that weights with minima need.
 struct RowMins {
     int8_t qs[256];
@@ -57,7 +64,7 @@ struct Parts {
 // values 0-7 (low nibbles) and 16-23 (high nibbles), then 8-15 and 24-31.
 template <int scale_bytes>
 struct NibblesX8 {
-    static constexpr int n_values = 32, n_interleaved = 8, bytes = 8 * scale_bytes + 128;
+    static constexpr int n_values = 32, n_interleaved = 8, bytes = 8 * scale_bytes + 128, n_parts = 1, n_scales = 1;
     static constexpr bool has_mins = false, adds_min = false, is_streamed = true;
     template <class Isa>
     static constexpr int read_bytes = Isa::n_groups * bytes;
@@ -78,7 +85,7 @@ struct NibblesX8 {
     }
 
     template <class Isa>
-    static typename Isa::F scale(const uint8_t * const (&blocks)[Isa::n_groups]) {
+    static typename Isa::F scale(const uint8_t * const (&blocks)[Isa::n_groups], int) {
         return Isa::load_halves((const void * const(&)[Isa::n_groups])blocks);
     }
 };
@@ -126,7 +133,7 @@ struct Mxfp4X8 : NibblesX8<1> {
 
     // Returns half of 2^(e - 127), because the values in mxfp4_values are doubled.
     template <class Isa>
-    static typename Isa::F scale(const uint8_t * const (&blocks)[Isa::n_groups]) {
+    static typename Isa::F scale(const uint8_t * const (&blocks)[Isa::n_groups], int) {
         return Isa::half_powers(blocks);
     }
 };
