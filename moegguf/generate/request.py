@@ -251,7 +251,7 @@ class PromptProgress:
 
 @dataclass
 class AnswerSummary:
-    """Counts and times of an answer."""
+    """Counts and times of an answer, whose last event is its summary."""
 
     prompt_tokens: int = 0  # tokens of the prompt that were evaluated
     # Tokens of the prompt that were reused from the context or the disk.
@@ -274,11 +274,19 @@ class AnswerSummary:
     # answers. `answer_stats` counts only from the answer's first token on.
     stats: Stats = field(default_factory=Stats)
     answer_stats: Stats = field(default_factory=Stats)
+    # Seconds of the load for which the request waited in a server's queue.
+    load_s: float = 0.0
+    # Value of `Llama.decisions()` at the end of the answer, if a worker computed it.
+    decisions: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def whole_prompt_tokens(self) -> int:
         """The number of tokens of the prompt, evaluated or reused."""
         return self.prompt_tokens + self.cached_tokens
+
+
+Event = PromptProgress | Delta | AnswerSummary
+"""An event of an answer, from the batch loop to the client."""
 
 
 MAX_TOP_LOGPROBS = 20

@@ -26,7 +26,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf.generate.request import Delta, Request, Sampling
+from moegguf.generate.request import AnswerSummary, Delta, Event, Request, Sampling
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.package import __version__
@@ -69,7 +69,7 @@ from moegguf.server.common.replies import (
 from moegguf.server.openai import chat
 from moegguf.server.openai.completions import fields_of
 from moegguf.serving.clients import current_owner
-from moegguf.serving.events import Done, Event, LoadedModel
+from moegguf.serving.events import LoadedModel
 from moegguf.serving.lease import Lease
 from moegguf.settings import data_folder
 
@@ -436,15 +436,15 @@ class _NativeReply(Reply):
                     event.text, tokens=list(event.tokens), **self._chances(event)
                 )
             )
-        if isinstance(event, Done):
+        if isinstance(event, AnswerSummary):
             return event_line(self._end("", event))
         progress = self._part("", prompt_progress=chat.prompt_progress(event))
         return event_line(progress) if self.body.return_progress else b""
 
-    def add(self, delta: Delta, done: Done) -> None:
+    def add(self, delta: Delta, summary: AnswerSummary) -> None:
         self._has_line = "\n" in delta.text
         self._answers.append(
-            self._end(delta.text, done, delta.tokens) | self._chances(delta)
+            self._end(delta.text, summary, delta.tokens) | self._chances(delta)
         )
 
     def whole(self) -> Any:
@@ -467,8 +467,9 @@ class _NativeReply(Reply):
             "completion_probabilities": logprob_objects(delta.logprobs, with_ids=True)
         }
 
-    def _end(self, content: str, done: Done, tokens: Sequence[int] = ()) -> Json:
-        summary = done.summary
+    def _end(
+        self, content: str, summary: AnswerSummary, tokens: Sequence[int] = ()
+    ) -> Json:
         sampling = self.requests[self._index].sampling
         settings = {
             **_sampling_object(sampling),

@@ -28,12 +28,18 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS
 from moegguf.errors import OptionError, WorkerError
-from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request
+from moegguf.generate.request import (
+    AnswerSummary,
+    Delta,
+    Event,
+    PromptProgress,
+    Request,
+)
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
 from moegguf.serving.clients import BACKGROUND, current_client, current_owner
-from moegguf.serving.events import Done, Event, LoadedModel, LoadedName, LoadOverrides
+from moegguf.serving.events import LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import Ready, build
 from moegguf.serving.worker_process import SentRequest, WorkerProcess
@@ -522,7 +528,7 @@ class Lease(Calls):
         self, request: Request, *, stream: bool = True
     ) -> AsyncGenerator[Event, None]:
         """Yields `PromptProgress` for a long prompt, then `Delta`s, and at the end
-        `Done`. Without `stream`, there is no progress and one `Delta` at most. Closing
+        an `AnswerSummary`. Without `stream`, there is no progress and one `Delta` at most. Closing
         the generator stops the answer.
 
         Raises the errors of `moegguf.generate.sequence.Sequence.read`, and WorkerError.
@@ -544,10 +550,10 @@ class Lease(Calls):
     def _event(self, event: Any) -> Event:
         if isinstance(event, Delta | PromptProgress):
             return event
-        summary = self._process.last_summaries[current_owner.get()] = build(
-            AnswerSummary, event
-        )
-        return Done(summary, self.load_s, self._process.decisions)
+        summary = build(AnswerSummary, event)
+        summary.load_s, summary.decisions = self.load_s, self._process.decisions
+        self._process.last_summaries[current_owner.get()] = summary
+        return summary
 
     async def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         is_beside = kind in BESIDE_ANSWERS

@@ -33,7 +33,13 @@ from starlette.types import ASGIApp
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError
 from moegguf.generate.embedding import Embeddings
-from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request
+from moegguf.generate.request import (
+    AnswerSummary,
+    Delta,
+    Event,
+    PromptProgress,
+    Request,
+)
 from moegguf.models.catalog import demo_path
 from moegguf.models.entry import ModelEntry
 from moegguf.server.app import make_app
@@ -41,8 +47,6 @@ from moegguf.server.serve import Protocol, QuietServer, listen
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import (
     NO_OVERRIDES,
-    Done,
-    Event,
     LoadedModel,
     LoadedName,
     LoadOverrides,
@@ -128,7 +132,7 @@ class FakeLease:
                 else:
                     await asyncio.sleep(0)
                     yield step
-            yield Done(self.manager.summary, self.load_s)
+            yield replace(self.manager.summary, load_s=self.load_s)
         finally:
             self.manager.n_running -= 1
             self.manager.n_ended += 1

@@ -33,11 +33,10 @@ from moegguf.errors import (
     QueueFullError,
     WorkerError,
 )
-from moegguf.generate.request import Delta, Request
+from moegguf.generate.request import AnswerSummary, Delta, Request
 from moegguf.serving import lease as lease_module
 from moegguf.serving import worker_process
 from moegguf.serving.clients import BACKGROUND, current_client
-from moegguf.serving.events import Done
 from moegguf.serving.model_manager import ModelManager
 
 
@@ -65,8 +64,8 @@ async def test_answer_ends_with_done_and_loaded_reports_the_state(
                 events = [
                     event async for event in lease.answer(Request(prompt="say x"))
                 ]
-            assert [type(event) for event in events] == [Delta, Done]
-            assert isinstance(events[-1], Done) and events[-1].summary.finish == "stop"
+            assert [type(event) for event in events] == [Delta, AnswerSummary]
+            assert isinstance(events[-1], AnswerSummary) and events[-1].finish == "stop"
             assert (events[-1].load_s > 0) is first
         (model,) = manager.loaded()
         assert (model.name, model.digest, model.n_ctx, model.size_bytes) == (
@@ -228,7 +227,7 @@ async def test_rest_returns_the_end_of_an_interrupted_answer(
         await answer.aclose()
         for _ in range(2):
             *_, last = await lease.rest()
-            assert isinstance(last, Done) and last.summary.finish == "cancelled"
+            assert isinstance(last, AnswerSummary) and last.finish == "cancelled"
 
 
 @pytest.mark.parametrize("ending", ["break", "close", "cancel", "raise"])
@@ -505,7 +504,7 @@ async def test_model_is_released_when_the_answer_is_computed_although_unread(
         assert await anext(aiter(answer)) == Delta("0 ")
         assert await generate(manager, "a", "say next") == "next"
         rest = [event async for event in answer]
-        assert len(rest) == 100 and isinstance(rest[-1], Done)
+        assert len(rest) == 100 and isinstance(rest[-1], AnswerSummary)
         assert await answer_text(lease, "say again") == "again", (
             "the same lease waits in the queue again"
         )

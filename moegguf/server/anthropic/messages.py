@@ -24,6 +24,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from moegguf.generate.request import (
     AnswerSummary,
     Delta,
+    Event,
     Message,
     PromptProgress,
     Request,
@@ -50,7 +51,6 @@ from moegguf.server.common.messages import (
 )
 from moegguf.server.common.options import MAX_TOKEN, Stops, in_range, sampling_of
 from moegguf.server.common.replies import dumps, event_line
-from moegguf.serving.events import Done, Event
 
 ROLES = ("user", "assistant", "system")
 # Claude Code begins its system prompt with a billing header that contains a different
@@ -336,7 +336,9 @@ class _MessageReply(EventReply):
             "delta": delta,
         }
 
-    def _end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
+    def _end_block(
+        self, kind: str, summary: AnswerSummary | None = None
+    ) -> Iterator[Json]:
         if kind == "thinking":
             block = self._content[-1]
             # Clients do not verify it.
@@ -359,8 +361,7 @@ class _MessageReply(EventReply):
         )
         yield from self._end_block("tool_use")
 
-    def _finish(self, done: Done) -> Iterator[Json]:
-        summary = done.summary
+    def _finish(self, summary: AnswerSummary) -> Iterator[Json]:
         reason = (
             "tool_use"
             if self.n_calls

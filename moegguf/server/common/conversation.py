@@ -23,7 +23,9 @@ from starlette.routing import Route
 from moegguf.errors import MoeggufError
 from moegguf.generate.images import has_images
 from moegguf.generate.request import (
+    AnswerSummary,
     Delta,
+    Event,
     Request,
     Sampling,
     ToolCall,
@@ -53,7 +55,6 @@ from moegguf.server.common.replies import (
 )
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
-from moegguf.serving.events import Done, Event
 from moegguf.serving.lease import Lease
 from moegguf.settings import Settings
 
@@ -95,7 +96,7 @@ class Reply(ABC):
         """Returns the lines that a stream sends for an event."""
 
     @abstractmethod
-    def add(self, delta: Delta, done: Done) -> None:
+    def add(self, delta: Delta, summary: AnswerSummary) -> None:
         """Adds a complete answer to the reply that `whole` returns."""
 
     @abstractmethod
@@ -132,11 +133,11 @@ class EventReply(Reply):
     # Beginning of a block, "thinking" or "text".
     _begin_block: Callable[[str], Iterator[Json]]
     _grow: Callable[[str, Delta], Iterator[Json]]  # more text in the open block
-    # End of a block; the Done if the answer ends here.
-    _end_block: Callable[[str, Done | None], Iterator[Json]]
+    # End of a block; the answer's summary if the answer ends here.
+    _end_block: Callable[[str, AnswerSummary | None], Iterator[Json]]
     _call: Callable[[ToolCall], Iterator[Json]]  # the whole block of a tool call
     # Last events of the reply, which complete the object.
-    _finish: Callable[[Done], Iterator[Json]]
+    _finish: Callable[[AnswerSummary], Iterator[Json]]
 
     def _events(self, event: Event) -> Iterator[Json]:
         if not self.started:
@@ -150,7 +151,7 @@ class EventReply(Reply):
             for _, call in self.numbered(event.tool_calls):
                 yield from self._close()
                 yield from self._call(call)
-        elif isinstance(event, Done):
+        elif isinstance(event, AnswerSummary):
             yield from self._close(event)
             yield from self._finish(event)
 
@@ -161,20 +162,20 @@ class EventReply(Reply):
             yield from self._begin_block(kind)
         yield from self._grow(text, delta)
 
-    def _close(self, done: Done | None = None) -> Iterator[Json]:
+    def _close(self, summary: AnswerSummary | None = None) -> Iterator[Json]:
         kind, self.open = self.open, ""
         if kind:
-            yield from self._end_block(kind, done)
+            yield from self._end_block(kind, summary)
 
     def lines(self, event: Event) -> bytes:
         """Returns the server-sent events for an event of the answer, each with its
         name."""
         return b"".join(event_line(item, item["type"]) for item in self._events(event))
 
-    def add(self, delta: Delta, done: Done) -> None:
+    def add(self, delta: Delta, summary: AnswerSummary) -> None:
         """Creates the events of a stream and discards them: creating them builds the
         object that `whole` returns."""
-        for event in (delta, done):
+        for event in (delta, summary):
             list(self._events(event))
 
 
@@ -317,8 +318,8 @@ async def _answers(
     requests: Sequence[Request],
     reply: Reply,
 ) -> AsyncGenerator[Event]:
-    """Yields the events of all requests, one request after another; a `Done` ends the
-    events of each.
+    """Yields the events of all requests, one request after another. An
+    `AnswerSummary` ends the events of each.
 
     Several of these requests may be processed at once, up to the model's `n_parallel`.
     After each request, waiting requests of other clients get their turn. Closing the
@@ -356,7 +357,7 @@ async def _answers(
         try:
             for queue in queues:
                 event = None
-                while not isinstance(event, Done):
+                while not isinstance(event, AnswerSummary):
                     event = await queue.get()
                     if isinstance(event, Exception):
                         raise event
@@ -370,7 +371,7 @@ async def _lines(events: AsyncGenerator[Event], reply: Reply) -> Lines:
     async with aclosing(events):
         async for event in events:
             lines = reply.lines(event)
-            if isinstance(event, Done):
+            if isinstance(event, AnswerSummary):
                 await reply.keep()
             if lines:
                 yield lines
@@ -382,7 +383,7 @@ async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Any:
         async for event in events:
             if isinstance(event, Delta):
                 deltas.append(event)
-            elif isinstance(event, Done):
+            elif isinstance(event, AnswerSummary):
                 reply.add(join(deltas), event)
                 deltas = []
     await reply.keep()

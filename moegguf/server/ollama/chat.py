@@ -26,7 +26,9 @@ from moegguf.generate.request import (
     MAX_TOP_LOGPROBS,
     REPEAT_LIMIT,
     THINK_LEVELS,
+    AnswerSummary,
     Delta,
+    Event,
     Message,
     Request,
 )
@@ -39,7 +41,6 @@ from moegguf.server.common.conversation import Json, Reply, RequestBody, convers
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import ToolCall, Tools, with_entry_messages
 from moegguf.server.common.options import Name, check_capabilities, find, sampling_of
-from moegguf.serving.events import Done, Event
 
 # expiry in replies for a model that never expires; Ollama sends a similar year
 NEVER = datetime(2318, 1, 1, tzinfo=UTC)
@@ -112,7 +113,7 @@ class _GenerationBody(ModelBody, RequestBody):
     logprobs: bool = False
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     # moegguf's addition: a stream has lines with `prompt_progress`, and at its end
-    # `timing`, `decisions` and `load_s`
+    # `timing` (an `AnswerSummary`)
     details: bool = False
 
     @property
@@ -267,20 +268,16 @@ class _Reply(Reply):
                 if event != Delta()
                 else b""
             )
-        if isinstance(event, Done):
+        if isinstance(event, AnswerSummary):
             end = self._content() | self._end(event)
             if self.body.details:
-                end |= {
-                    "timing": asdict(event.summary),
-                    "decisions": event.decisions,
-                    "load_s": event.load_s,
-                }
+                end["timing"] = asdict(event)
             return replies.json_line(self._object(end))
         progress = {"prompt_progress": asdict(event), "done": False}
         return replies.json_line(self._object(progress)) if self.body.details else b""
 
-    def add(self, delta: Delta, done: Done) -> None:
-        self._whole = self._object(self._delta(delta) | self._end(done))
+    def add(self, delta: Delta, summary: AnswerSummary) -> None:
+        self._whole = self._object(self._delta(delta) | self._end(summary))
 
     def whole(self) -> Json:
         return self._whole
@@ -319,11 +316,10 @@ class _Reply(Reply):
             delta.text, thinking=delta.thinking, tool_calls=calls
         ) | replies.present(logprobs=logprobs)
 
-    def _end(self, done: Done) -> Json:
+    def _end(self, summary: AnswerSummary) -> Json:
         """Returns the fields of the last object, such as token counts, and durations in
         ns. `load_duration` is the time for finding the model, and for loading it if it
         was not in memory."""
-        summary = done.summary
         return {
             "done": True,
             "done_reason": summary.finish,
@@ -331,7 +327,7 @@ class _Reply(Reply):
                 context=list(summary.context) if self.requests[0].return_context else []
             ),
             "total_duration": self.body.age_ns,
-            "load_duration": self._found_ns + replies.to_ns(done.load_s),
+            "load_duration": self._found_ns + replies.to_ns(summary.load_s),
             **replies.present(
                 prompt_eval_count=summary.whole_prompt_tokens,
                 prompt_cached_count=summary.cached_tokens,

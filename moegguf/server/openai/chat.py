@@ -27,6 +27,7 @@ from moegguf.generate.request import (
     MAX_TOP_LOGPROBS,
     AnswerSummary,
     Delta,
+    Event,
     Message,
     PromptProgress,
     Request,
@@ -62,7 +63,6 @@ from moegguf.server.common.replies import (
     logprob_objects,
     moe_object,
 )
-from moegguf.serving.events import Done, Event
 
 EFFORTS: Mapping[str, bool | str] = {
     "none": False, "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "max", "max": "max",
@@ -497,24 +497,24 @@ class ChoicesReply(Reply):
         items: list[Json] = []
         if isinstance(event, Delta):
             items = self._chunks(event)
-        elif isinstance(event, Done):
+        elif isinstance(event, AnswerSummary):
             items = self._last(event)
         elif self.body.return_progress:
             items = [self._chunk(self.empty, prompt_progress=prompt_progress(event))]
         if not items:
             return b""
-        self.started = not isinstance(event, Done)
-        is_end = isinstance(event, Done) and self.index == self.n_choices
+        self.started = not isinstance(event, AnswerSummary)
+        is_end = isinstance(event, AnswerSummary) and self.index == self.n_choices
         return b"".join(map(event_line, [*first, *items])) + (
             b"data: [DONE]\n\n" if is_end else b""
         )
 
-    def _finish(self, done: Done) -> str:
+    def _finish(self, summary: AnswerSummary) -> str:
         """Returns OpenAI's `finish_reason`: "length", "tool_calls" or "stop". OpenAI
         has no value for a cancelled answer, so such an answer gets one of the last
         two."""
         # Even after tool calls, since the last call may be incomplete.
-        if done.summary.finish == "length":
+        if summary.finish == "length":
             return "length"
         return "tool_calls" if self.n_calls else "stop"
 
@@ -530,18 +530,18 @@ class ChoicesReply(Reply):
             more = {"usage": None, **more}
         return self._object(self.chunk_kind, choices, **more)
 
-    def _end_choice(self, done: Done) -> None:
-        self._summaries.append(done.summary)
+    def _end_choice(self, summary: AnswerSummary) -> None:
+        self._summaries.append(summary)
         self.n_calls = 0
 
-    def _last(self, done: Done) -> list[Json]:
+    def _last(self, summary: AnswerSummary) -> list[Json]:
         """Returns the last chunk of a choice, which has `finish_reason`.
 
         After the last choice, a chunk with `usage` follows if the client requested it.
         The last chunk of the reply has the statistics of all choices.
         """
-        chunk = self._chunk({**self.empty, "finish_reason": self._finish(done)})
-        self._end_choice(done)
+        chunk = self._chunk({**self.empty, "finish_reason": self._finish(summary)})
+        self._end_choice(summary)
         if self.index < self.n_choices:
             return [chunk]
         if not self._include_usage:
@@ -553,12 +553,12 @@ class ChoicesReply(Reply):
             ),
         ]
 
-    def _add(self, choice: Mapping[str, Any], done: Done) -> None:
-        reason = {"finish_reason": self._finish(done)}
+    def _add(self, choice: Mapping[str, Any], summary: AnswerSummary) -> None:
+        reason = {"finish_reason": self._finish(summary)}
         self._choices.append(
             {"index": self.index, "logprobs": None, **choice, **reason}
         )
-        self._end_choice(done)
+        self._end_choice(summary)
 
     def whole(self) -> Json:
         """Returns the object of a reply that is not streamed. `add` must already have
@@ -633,13 +633,13 @@ class _ChatReply(ChoicesReply):
     def _logprobs(self, delta: Delta) -> Json | None:
         return {"content": logprob_objects(delta.logprobs)} if self.logprobs else None
 
-    def add(self, delta: Delta, done: Done) -> None:
+    def add(self, delta: Delta, summary: AnswerSummary) -> None:
         message: Json = {"role": "assistant", "content": ""}
         for part in self._parts(delta):
             message |= part
         if self.n_calls and not delta.text:
             message["content"] = None
-        self._add({"message": message, "logprobs": self._logprobs(delta)}, done)
+        self._add({"message": message, "logprobs": self._logprobs(delta)}, summary)
 
 
 ChatBody.reply_kind = _ChatReply

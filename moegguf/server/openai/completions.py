@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from moegguf.generate.request import Delta, Request, TokenLogprob
+from moegguf.generate.request import AnswerSummary, Delta, Request, TokenLogprob
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
@@ -23,7 +23,6 @@ from moegguf.server.openai.chat import (
     GenerationBody,
     TopLogprobs,
 )
-from moegguf.serving.events import Done
 from moegguf.serving.lease import Lease
 
 DEFAULT_MAX_TOKENS = 16  # default in OpenAI's API
@@ -165,8 +164,8 @@ class _CompletionReply(ChoicesReply):
     def _first(self) -> Json:
         return self._chunk({"text": self._before})
 
-    def _end_choice(self, done: Done) -> None:
-        super()._end_choice(done)
+    def _end_choice(self, summary: AnswerSummary) -> None:
+        super()._end_choice(summary)
         self._offset = len(self._before)
 
     def _chunks(self, delta: Delta) -> list[Json]:
@@ -189,11 +188,11 @@ class _CompletionReply(ChoicesReply):
         prompt["token_logprobs"][0] = prompt["top_logprobs"][0] = None
         return {name: values + found[name] for name, values in prompt.items()}
 
-    def add(self, delta: Delta, done: Done) -> None:
+    def add(self, delta: Delta, summary: AnswerSummary) -> None:
         scores = [logprob.logprob for logprob in delta.logprobs]
         self._scores.append(sum(scores) / len(scores) if scores else 0.0)
         text = self._before + delta.thinking + delta.text
-        self._add({"text": text, "logprobs": self._logprobs(delta)}, done)
+        self._add({"text": text, "logprobs": self._logprobs(delta)}, summary)
 
     def whole(self) -> Json:
         if self._n_sent < self.n_answers:

@@ -52,11 +52,11 @@ from moegguf.errors import (
     QueueFullError,
     WorkerError,
 )
-from moegguf.generate.request import Request
+from moegguf.generate.request import Event, Request
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import DEFAULT_TAG
 from moegguf.serving.clients import current_client
-from moegguf.serving.events import Event, LoadedModel
+from moegguf.serving.events import LoadedModel
 from moegguf.serving.lease import BESIDE_ANSWERS, Calls
 from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.ray.config import MAX_REQUESTS, ConfiguredCatalog, ModelConfig
