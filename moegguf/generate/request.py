@@ -1,5 +1,5 @@
 """Plain data: a request to a model, the progress of its prompt, the deltas of its
-answer, and the summary at the end."""
+answer, and the summary at the end; embeddings."""
 
 from __future__ import annotations
 
@@ -287,6 +287,16 @@ class AnswerSummary:
 
 Event = PromptProgress | Delta | AnswerSummary
 """An event of an answer, from the batch loop to the client."""
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Embeddings or scores of inputs. `vectors`: [n_inputs][n_embd], or [n_inputs][1]
+    for scores, in the order of the inputs. `n_tokens`: total number of tokens in all
+    inputs."""
+
+    vectors: list[list[float]]
+    n_tokens: int
 
 
 MAX_TOP_LOGPROBS = 20

@@ -28,7 +28,7 @@ from pydantic import AfterValidator, AliasChoices, Field, field_validator
 from starlette.datastructures import State
 from starlette.requests import Request as HttpRequest
 
-from moegguf.generate.embedding import Embeddings
+from moegguf.generate.request import Embeddings
 from moegguf.server.common import limits
 from moegguf.server.common.body import Whole
 from moegguf.server.common.conversation import Json

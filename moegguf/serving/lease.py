@@ -24,17 +24,12 @@ from collections.abc import (
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS
 from moegguf.errors import OptionError, WorkerError
-from moegguf.generate.request import (
-    AnswerSummary,
-    Delta,
-    Event,
-    PromptProgress,
-    Request,
-)
+from moegguf.generate.request import AnswerSummary, Embeddings, Event, Request
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
@@ -44,9 +39,6 @@ from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import Ready, build
 from moegguf.serving.worker_process import SentRequest, WorkerProcess
 from moegguf.text import to_utf8
-
-if TYPE_CHECKING:
-    from moegguf.generate.embedding import Embeddings
 
 # Seconds after which a waiting background request is served like other requests.
 MAX_WAIT_S = 30.0
@@ -407,6 +399,17 @@ class Calls(ABC):
                 if has_begun or is_last:
                     raise
 
+    def answer(
+        self, request: Request, *, stream: bool = True
+    ) -> AsyncGenerator[Event, None]:
+        """Yields `PromptProgress` for a long prompt, then `Delta`s, and at the end an
+        `AnswerSummary`. Without `stream`, there is no progress and one `Delta` at most.
+        Closing the generator stops the answer.
+
+        Raises the errors of `moegguf.generate.sequence.Sequence.read`, and WorkerError.
+        """
+        return self.events("generate", request=request, stream=stream)
+
     async def value(self, kind: str, **fields: Any) -> Any:
         """Returns the value of a call. For example, the value of "count" is the number
         of tokens in a conversation's prompt, and the value of "render" is the prompt's
@@ -426,9 +429,7 @@ class Calls(ABC):
     ) -> Embeddings:
         """Returns the vectors of `inputs`: strings or lists of tokens. Raises the
         errors of `moegguf.generate.embedding.embed`."""
-        from moegguf.generate.embedding import Embeddings
-
-        found = await self.value(
+        found: Embeddings = await self.value(
             "embed",
             inputs=list(inputs),
             truncate=truncate,
@@ -436,20 +437,18 @@ class Calls(ABC):
             num_ctx=num_ctx,
             client_key=current_owner.get(),
         )
-        return build(Embeddings, found)
+        return found
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
         """Returns the scores of documents for a query, as one-element vectors. Raises
         the errors of `moegguf.generate.embedding.rank`."""
-        from moegguf.generate.embedding import Embeddings
-
-        found = await self.value(
+        found: Embeddings = await self.value(
             "rank",
             query=query,
             documents=list(documents),
             client_key=current_owner.get(),
         )
-        return build(Embeddings, found)
+        return found
 
     async def slot(
         self, action: str, slot: int, path: str = "", most_bytes: int = 0
@@ -524,36 +523,11 @@ class Lease(Calls):
             # The model is released when the worker has stopped the answer.
             self._request.cancel()
 
-    async def answer(
-        self, request: Request, *, stream: bool = True
-    ) -> AsyncGenerator[Event, None]:
-        """Yields `PromptProgress` for a long prompt, then `Delta`s, and at the end
-        an `AnswerSummary`. Without `stream`, there is no progress and one `Delta` at most. Closing
-        the generator stops the answer.
-
-        Raises the errors of `moegguf.generate.sequence.Sequence.read`, and WorkerError.
-        """
-        async with aclosing(
-            self.events("generate", request=request, stream=stream)
-        ) as events:
-            async for event in events:
-                yield self._event(event)
-
     async def rest(self) -> list[Event]:
         """Returns the unread events of the last answer, up to its end, or an empty list
         if there was no answer. Raises the answer's error."""
         request = self._request
-        return (
-            [self._event(event) async for event in request.events()] if request else []
-        )
-
-    def _event(self, event: Any) -> Event:
-        if isinstance(event, Delta | PromptProgress):
-            return event
-        summary = build(AnswerSummary, event)
-        summary.load_s, summary.decisions = self.load_s, self._process.decisions
-        self._process.last_summaries[current_owner.get()] = summary
-        return summary
+        return [event async for event in request.events()] if request else []
 
     async def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
         is_beside = kind in BESIDE_ANSWERS
@@ -563,9 +537,8 @@ class Lease(Calls):
             if is_beside:
                 request = self._process.request(kind, **fields)
             elif self._acquired is not None and self._acquired.will_answer:
-                request = self._request = self._process.request(
-                    kind, self._release, **fields
-                )
+                on_end = partial(self._on_end, current_owner.get())
+                request = self._request = self._process.request(kind, on_end, **fields)
             else:
                 raise OptionError(
                     "this lease was taken with will_answer=False; take another one."
@@ -578,6 +551,13 @@ class Lease(Calls):
         except WorkerError:
             self._release()
             raise
+
+    def _on_end(self, owner: str, value: Any) -> None:
+        """Completes the summary of an owner's answer, and ends the use of the model."""
+        if isinstance(value, AnswerSummary):
+            value.load_s, value.decisions = self.load_s, self._process.decisions
+            self._process.last_summaries[owner] = value
+        self._release()
 
     async def _acquire(self) -> None:
         while True:

@@ -15,9 +15,12 @@ Messages to the worker, each with an id:
 - cancel has the id of the message to cancel.
 
 Messages from the worker:
-- event (id, and the event under its class name)
+- event (id, event)
 - end (id, value or error; also stats and decisions if the model is loaded)
 - warning (text), decision (fields)
+
+An event, or a value whose class is in `SENT`, is a field that has the name of its
+class. Any other value is the field `value`.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from typing import Any, TypeVar
 
 import moegguf.errors
 from moegguf.errors import MoeggufError, OptionError, WorkerError
-from moegguf.generate.request import Delta, PromptProgress
+from moegguf.generate.request import AnswerSummary, Delta, Embeddings, PromptProgress
+from moegguf.serving.events import Snapshot
 
 # A prompt of 8 MiB can grow to 48 MiB as JSON escapes, and the vectors of 8,000 texts
 # can need 87 MiB.
@@ -60,7 +64,13 @@ class Ready:
     n_parallel: int = 1  # maximum number of requests that the worker answers at once
 
 
-EVENTS = {kind.__name__: kind for kind in (Loading, Delta, PromptProgress)}
+SENT: Mapping[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        Loading, Ready, PromptProgress, Delta, AnswerSummary, Embeddings, Snapshot,
+    )
+}  # fmt: skip
+"""{name of a class: class of events and values that a worker sends}"""
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -157,6 +167,19 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         # JSON keys are strings.
         return lambda items: {int(name): item for name, item in items.items()}
     return lambda item: item
+
+
+def named(value: Any) -> Message:
+    """Returns an event or a value as the field of a message."""
+    name = type(value).__name__
+    return {name if name in SENT else "value": value}
+
+
+def build_named(message: Message) -> Any:
+    """Rebuilds the event or the value in a message of a worker. Raises WorkerError if
+    the conversion fails, and KeyError for a message without a value."""
+    name = next((each for each in message if each in SENT), "")
+    return build(SENT[name], message[name]) if name else message["value"]
 
 
 def encode_error(error: BaseException) -> Message:

@@ -299,7 +299,7 @@ class Worker:
         with an error."""
 
         def send(event: Delta | PromptProgress) -> None:
-            self._send("event", id=number, **{type(event).__name__: event})
+            self._send("event", id=number, **wire.named(event))
 
         events = Events(stream, send, functools.partial(self._end, number))
         try:
@@ -411,7 +411,7 @@ class Worker:
         if error is not None and not isinstance(error, MoeggufError):
             traceback.print_exception(error)
         outcome = (
-            {"value": value} if error is None else {"error": wire.encode_error(error)}
+            wire.named(value) if error is None else {"error": wire.encode_error(error)}
         )
         with self._work_lock:
             self._work.pop(request_id, None)

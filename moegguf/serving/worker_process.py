@@ -55,11 +55,11 @@ def ignore(*_: object) -> None:
 
 
 class SentRequest:
-    """A request that was sent to a worker, and its events. Calls `on_end` once, when
-    `ended` becomes True."""
+    """A request that was sent to a worker, and its events. Calls `on_end` once with
+    the value or the error, when `ended` becomes True."""
 
     def __init__(
-        self, process: WorkerProcess, number: int, on_end: Callable[[], object]
+        self, process: WorkerProcess, number: int, on_end: Callable[[Any], object]
     ) -> None:
         self.ended = self.cancelled = False
         self._process = process
@@ -79,7 +79,7 @@ class SentRequest:
             if kind == "error":
                 raise value
             yield value
-            if kind == "value":
+            if kind == "end":
                 return
 
     async def value(self) -> Any:
@@ -110,13 +110,13 @@ class SentRequest:
 
     def put(self, kind: str, value: Any) -> None:
         """Adds an event (`kind` is "event"), or ends the request with its value
-        ("value") or error ("error")."""
+        ("end") or error ("error")."""
         self._events.put_nowait((kind, value))
         if kind != "event":
             if self._kill_timer is not None:
                 self._kill_timer.cancel()
             self.ended = True
-            self._on_end()
+            self._on_end(value)
 
 
 def failure_line(text: str) -> str:
@@ -224,8 +224,8 @@ class WorkerProcess:
                 event = await asyncio.wait_for(
                     anext(events), None if stall_s == math.inf else stall_s
                 )
-                if not isinstance(event, wire.Loading):
-                    return wire.build(wire.Ready, event)
+                if isinstance(event, wire.Ready):
+                    return event
                 on_progress(event.share)
         except TimeoutError:
             self.kill("")
@@ -235,7 +235,7 @@ class WorkerProcess:
             ) from None
 
     def request(
-        self, kind: str, on_end: Callable[[], None] = ignore, **fields: Any
+        self, kind: str, on_end: Callable[[Any], object] = ignore, **fields: Any
     ) -> SentRequest:
         """Sends a request. Raises OptionError if the request cannot be encoded, and
         WorkerError if the process has ended."""
@@ -299,12 +299,8 @@ class WorkerProcess:
             return
         if "error" in message:
             request.put("error", wire.build_error(message["error"]))
-        elif kind == "end":
-            request.put("value", message["value"])
         else:
-            for name, event in wire.EVENTS.items():
-                if name in message:
-                    request.put("event", wire.build(event, message[name]))
+            request.put(kind, wire.build_named(message))
 
     async def _supervise(self, reader: asyncio.StreamReader) -> None:
         """Waits for the process to exit, then ends all its requests with an error.

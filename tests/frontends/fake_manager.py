@@ -32,10 +32,10 @@ from starlette.types import ASGIApp
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError
-from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import (
     AnswerSummary,
     Delta,
+    Embeddings,
     Event,
     PromptProgress,
     Request,
