@@ -68,7 +68,7 @@ def _shorten(
 # OpenAI's
 
 
-def _not_empty(texts: list[Text]) -> list[Text]:
+def _check_texts(texts: list[Text]) -> list[Text]:
     if not all(texts):
         raise ValueError(
             "each text must have at least one character; leave empty texts out"
@@ -82,7 +82,7 @@ class EmbeddingsBody(Loading):
     limit: ClassVar[int] = limits.BODY_BYTES
 
     model: Name
-    input: Annotated[Texts, AfterValidator(_not_empty)]
+    input: Annotated[Texts, AfterValidator(_check_texts)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[Whole, Field(ge=1, le=1 << 20)] = 0  # 0: all dimensions
     truncate: bool = False
@@ -204,7 +204,7 @@ class _NativeEmbeddingsBody(Loading):
     largest absolute value is NATIVE_MOST."""
 
     model: SelectedName = ""
-    input: Annotated[Texts, AfterValidator(_not_empty)] = Field(
+    input: Annotated[Texts, AfterValidator(_check_texts)] = Field(
         validation_alias=AliasChoices("input", "content")
     )
     embd_normalize: Annotated[Whole, Field(ge=-1, le=1 << 20)] = 2

@@ -340,6 +340,7 @@ class _NativeBody(chat.GenerationBody):
     """
 
     limit = limits.BODY_BYTES
+    operation = "generate"
 
     model: SelectedName = ""
     # maximum number of tokens; -1, -2: no maximum; 0: only evaluates the prompt; None:

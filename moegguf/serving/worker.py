@@ -114,14 +114,14 @@ class Events:
 
     def __post_init__(self) -> None:
         self._pending: list[Delta] = []
-        self._delta_is_due = every(DELTA_S, -math.inf, self.clock)
-        self._progress_is_due = every(PROGRESS_S, self.clock(), self.clock)
+        self._tick_delta = every(DELTA_S, -math.inf, self.clock)
+        self._tick_progress = every(PROGRESS_S, self.clock(), self.clock)
 
     def on_progress(self, progress: PromptProgress) -> None:
         """Sends the progress of a prompt if `stream` is set, at most once in
         PROGRESS_S. The end of the prompt is always sent."""
         if self.stream and (
-            self._progress_is_due() or progress.n_done == progress.n_tokens
+            self._tick_progress() or progress.n_done == progress.n_tokens
         ):
             self.send(progress)
 
@@ -129,7 +129,7 @@ class Events:
         """Sends pending deltas and this one. Without `stream`, or if less than DELTA_S
         has passed since the last message, keeps the delta for later."""
         self._pending.append(delta)
-        if self.stream and self._delta_is_due():
+        if self.stream and self._tick_delta():
             self._flush()
 
     def on_end(self, summary: AnswerSummary, error: Exception | None) -> None:
@@ -151,7 +151,7 @@ def every(
     """Returns a function that returns True at most once per interval. `last_s`: the
     time from which the first interval is counted."""
 
-    def is_due() -> bool:
+    def tick() -> bool:
         nonlocal last_s
         now_s = clock()
         if now_s - last_s < interval_s:
@@ -159,7 +159,7 @@ def every(
         last_s = now_s
         return True
 
-    return is_due
+    return tick
 
 
 def _tokenize(llm: Llama, text: str, special: bool, add_special: bool) -> list[int]:
@@ -348,10 +348,10 @@ class Worker:
     def _load(self, message: wire.Message) -> bool:
         """Loads the model that the message names, and replies. Returns False if the
         load has failed with a MoeggufError. Raises other errors after the reply."""
-        is_due, number = every(PROGRESS_S, -math.inf), message["id"]
+        tick, number = every(PROGRESS_S, -math.inf), message["id"]
 
         def on_progress(share: float) -> bool:
-            if not self._closing and (is_due() or share == 1):
+            if not self._closing and (tick() or share == 1):
                 self._send("event", id=number, Loading=wire.Loading(share))
             return not self._closing
 

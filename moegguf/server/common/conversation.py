@@ -52,6 +52,7 @@ from moegguf.server.common.replies import (
     computed,
     end,
     event_line,
+    json_line,
 )
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
@@ -106,7 +107,8 @@ class Reply(ABC):
 
     def error_line(self, error: HttpError, path: str) -> bytes:
         """Returns the line that ends a stream of a request at `path` with an error."""
-        return event_line(error.body(path))
+        body = error.body(path)
+        return event_line(body) if self.ping_line else json_line(body)
 
     def numbered(self, calls: Iterable[ToolCall]) -> Iterator[tuple[int, ToolCall]]:
         """Yields (index in the answer, tool call) for each of `calls` that is sent. If
@@ -184,6 +186,8 @@ class RequestBody(Loading):
 
     limit: ClassVar[int] = limits.IMAGES_BODY_BYTES
     reply_kind: ClassVar[type[Reply]]
+    # Ollama's name of the operation for which the body needs a model.
+    operation: ClassVar[str] = "chat"
 
     model: Name
     stream: bool = False
@@ -258,7 +262,7 @@ async def _answer(
 ) -> tuple[AsyncGenerator[Event], Reply]:
     entry, requests = await _read_requests(state, body)
     reply = body.reply_kind(body, entry, requests)
-    return _answers(state, body, entry, requests, reply), reply
+    return _answers(state, reply), reply
 
 
 async def _read_requests(
@@ -289,7 +293,7 @@ async def _read_requests(
     ]
     first = requests[0]
     needs = {
-        "chat" if first.prompt is None else "generate": True,
+        body.operation: True,
         "insert": first.suffix is not None,
         "vision": has_images(first.messages or ()),
         "tools": bool(first.tools) and first.tool_choice != "none",
@@ -311,20 +315,15 @@ def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
     return sampling_with(sampling, defaults)
 
 
-async def _answers(
-    state: State,
-    body: RequestBody,
-    entry: ModelEntry,
-    requests: Sequence[Request],
-    reply: Reply,
-) -> AsyncGenerator[Event]:
-    """Yields the events of all requests, one request after another. An
+async def _answers(state: State, reply: Reply) -> AsyncGenerator[Event]:
+    """Yields the events of all requests of a reply, one request after another. An
     `AnswerSummary` ends the events of each.
 
     Several of these requests may be processed at once, up to the model's `n_parallel`.
     After each request, waiting requests of other clients get their turn. Closing the
     generator stops the answers.
     """
+    body, entry, requests = reply.body, reply.entry, reply.requests
     queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in requests]
     left = iter(zip(requests, queues, strict=True))
     use = entry, body.overrides(), body.keep_alive_s()

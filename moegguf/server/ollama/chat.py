@@ -38,9 +38,8 @@ from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits, replies
 from moegguf.server.common.body import Body, Whole
 from moegguf.server.common.conversation import Json, Reply, RequestBody, conversation
-from moegguf.server.common.errors import HttpError
-from moegguf.server.common.messages import ToolCall, Tools, with_entry_messages
-from moegguf.server.common.options import Name, check_capabilities, find, sampling_of
+from moegguf.server.common.messages import ToolCall, Tools, chat_fields
+from moegguf.server.common.options import Name, find, sampling_of
 
 # expiry in replies for a model that never expires; Ollama sends a similar year
 NEVER = datetime(2318, 1, 1, tzinfo=UTC)
@@ -118,7 +117,7 @@ class _GenerationBody(ModelBody, RequestBody):
 
     @property
     @abstractmethod
-    def asks(self) -> bool:
+    def has_question(self) -> bool:
         """True if there is a question. Otherwise the model is only loaded or
         unloaded."""
 
@@ -139,7 +138,7 @@ class _GenerationBody(ModelBody, RequestBody):
     async def respond(self, request: HttpRequest) -> Response:
         """Answers the question in the body. Without a question, loads the model, or
         unloads it if `keep_alive` is 0."""
-        if self.asks:
+        if self.has_question:
             return await super().respond(request)
         state, keep_alive_s = request.app.state, self.keep_alive_s()
         entry = await asyncio.to_thread(find, state.catalog, self.model)
@@ -163,22 +162,19 @@ class ChatRequest(_GenerationBody):
     tools: Tools = []
 
     @property
-    def asks(self) -> bool:
+    def has_question(self) -> bool:
         """True if there are messages."""
         return bool(self.messages)
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """Returns a list of one request, for the next message of the conversation."""
-        messages = with_entry_messages(
-            (message.as_message() for message in self.messages), entry
-        )
-        tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools)
-        return [
-            self.request(entry, messages=messages, tools=tools, template=entry.template)
-        ]
+        messages = (message.as_message() for message in self.messages)
+        return [self.request(entry, **chat_fields(entry, messages, self.tools))]
 
 
 class _GenerateRequest(_GenerationBody):
+    operation = "generate"
+
     prompt: str = ""
     suffix: str = ""
     system: str | None = None
@@ -188,7 +184,7 @@ class _GenerateRequest(_GenerationBody):
     images: Images = []
 
     @model_validator(mode="after")
-    def _goes_together(self) -> _GenerateRequest:
+    def _check_fields(self) -> _GenerateRequest:
         if self.raw and (self.template or self.system or self.context):
             raise ValueError("raw mode does not support template, system, or context")
         if self.template and is_go_template(self.template):
@@ -202,13 +198,12 @@ class _GenerateRequest(_GenerationBody):
         return self
 
     @property
-    def asks(self) -> bool:
+    def has_question(self) -> bool:
         return bool(self.prompt or self.suffix or self.images)
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """Returns a list of one request. The prompt passes through the chat template,
         unless the body has `raw` or `suffix`."""
-        check_capabilities(entry, known, {"generate": True})
         if self.raw or self.suffix:
             return [
                 self.request(
@@ -257,9 +252,6 @@ class _Reply(Reply):
         # Nanoseconds from reading the body to finding the model's entry.
         self._found_ns = self.body.age_ns
         self._whole: Json = {}
-
-    def error_line(self, error: HttpError, path: str) -> bytes:
-        return replies.json_line(error.body(path))
 
     def lines(self, event: Event) -> bytes:
         if isinstance(event, Delta):

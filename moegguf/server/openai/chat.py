@@ -47,8 +47,9 @@ from moegguf.server.common.conversation import (
 from moegguf.server.common.messages import (
     Messages,
     Tool,
+    chat_fields,
+    check_choice,
     messages_of,
-    with_entry_messages,
 )
 from moegguf.server.common.options import (
     MAX_TOKEN,
@@ -71,7 +72,7 @@ EFFORTS: Mapping[str, bool | str] = {
 # Bodies
 
 
-def _not_zero(value: int) -> int:
+def _check_limit(value: int) -> int:
     """Returns a limit unchanged, but raises ValueError for 0. As in llama-server, -1
     means no limit."""
     if value == 0:
@@ -102,7 +103,9 @@ def token_ids(biases: Any) -> Any:
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Limit = Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS), AfterValidator(_not_zero)]
+Limit = Annotated[
+    Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS), AfterValidator(_check_limit)
+]
 Choices = Annotated[Whole, Field(ge=1, le=limits.CHOICES)]
 Biases = Annotated[
     dict[int | str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)
@@ -150,19 +153,18 @@ class GenerationBody(RequestBody, SamplingOptions):
         `options`, and `options` over the entry's parameters. `most` is the maximum
         number of answer tokens. If `most` is below 1, there is no maximum. If it is
         None, the maximum comes from `options` or the entry, if either has one."""
+        biases = self.logit_bias.items()
         own = self.model_dump(include=set(SamplingOptions.model_fields))
-        own |= {"num_predict": most, "reasoning_budget_tokens": self.thinking_budget}
-        biases = self.logit_bias
-        return replace(
-            sampling_of(entry, self.options, **own),
-            logit_bias={
-                token: bias for token, bias in biases.items() if isinstance(token, int)
+        own |= {
+            "num_predict": most,
+            "reasoning_budget_tokens": self.thinking_budget,
+            "logit_bias": {
+                token: bias for token, bias in biases if isinstance(token, int)
             },
-            text_bias=tuple(
-                (text, bias) for text, bias in biases.items() if isinstance(text, str)
-            ),
-            ignore_eos=self.ignore_eos,
-        )
+            "text_bias": tuple(each for each in biases if isinstance(each[0], str)),
+            "ignore_eos": self.ignore_eos,
+        }
+        return sampling_of(entry, self.options, **own)
 
     def request(self, entry: ModelEntry, most: int | None, **fields: Any) -> Request:
         """Returns a request with the fields of this class, and with the given `fields`,
@@ -270,7 +272,7 @@ class Format(Body):
     strict: bool | None = None
 
     @model_validator(mode="after")
-    def _has_its_schema(self) -> Format:
+    def _check_schema(self) -> Format:
         if self.type == "json_schema" and self.schema_ is None:
             raise ValueError("schema is missing")
         return self
@@ -302,17 +304,12 @@ class ToolsBody(GenerationBody):
         return self.reasoning.max_tokens if given is None else given
 
     @model_validator(mode="after")
-    def _choice_has_tools(self) -> ToolsBody:
-        known = {tool.function.name for tool in self.tools}
-        if self.tool_choice == "required" and not known:
-            raise ValueError("tool_choice 'required' needs tools")
-        wanted = (
-            self.tool_choice.names if isinstance(self.tool_choice, ToolChoice) else ()
-        )
-        if missing := sorted(set(wanted) - known):
-            raise ValueError(
-                f"tool_choice names {missing[0][:80]!r}, which is not among the tools"
-            )
+    def _check_choice(self) -> ToolsBody:
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice):
+            check_choice(self.tools, "", choice.names)
+        else:
+            check_choice(self.tools, choice, ())
         return self
 
     def next_message(
@@ -340,9 +337,7 @@ class ToolsBody(GenerationBody):
         return self.request(
             entry,
             most,
-            messages=with_entry_messages(messages, entry),
-            template=entry.template,
-            tools=tuple(tool.model_dump(exclude_none=True) for tool in tools),
+            **chat_fields(entry, messages, tools),
             tool_choice=choice,
             strict=format_ is not None and bool(format_.strict),
             n_logprobs=(self.top_logprobs or 0) if logprobs else None,
@@ -370,7 +365,7 @@ class ChatBody(ToolsBody):
     logprobs: bool = False  # `top_logprobs` has an effect only if this is true
 
     @model_validator(mode="after")
-    def _continues_or_begins(self) -> ChatBody:
+    def _check_ending(self) -> ChatBody:
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError(
                 "continue_final_message and add_generation_prompt cannot both be true; send one of them"

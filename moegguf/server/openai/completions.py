@@ -44,6 +44,7 @@ class CompletionBody(GenerationBody):
     The answers are in the order of the prompts."""
 
     limit = limits.BODY_BYTES
+    operation = "generate"
 
     prompt: Texts
     suffix: str = ""
@@ -55,7 +56,7 @@ class CompletionBody(GenerationBody):
     logprobs: TopLogprobs | None = None
 
     @model_validator(mode="after")
-    def _fields_go_together(self) -> CompletionBody:
+    def _check_fields(self) -> CompletionBody:
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise ValueError("suffix needs prompts as text, not as tokens")
         if self.suffix and self.scores_prompt:

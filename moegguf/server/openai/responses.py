@@ -252,7 +252,7 @@ class ResponsesBody(chat.ToolsBody):
 
     @field_validator(*REFUSED)
     @classmethod
-    def _is_not_used(cls, value: Any, info: ValidationInfo) -> None:
+    def _refuse(cls, value: Any, info: ValidationInfo) -> None:
         if without_nulls(value):
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
