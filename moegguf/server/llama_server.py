@@ -196,7 +196,10 @@ async def _change_slot(request: HttpRequest) -> Response:
     async def work() -> Json:
         start_s = time.perf_counter()
         async with state.manager.lease(model) as lease:
-            counts = await lease.slot(action, int(slot), **files)
+            owner = current_owner.get()
+            counts = await lease.value(
+                "slot", action=action, slot=int(slot), owner=owner, **files
+            )
         reply: Json = {"id_slot": int(slot), **counts}
         if action != "erase":
             work_ms = (time.perf_counter() - start_s) * 1e3
@@ -247,9 +250,9 @@ async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
     `parse_special` (default: true) converts the names of special tokens in the text to
     these tokens."""
     async with _shared_lease(request, body.model) as lease:
-        tokens = await lease.tokenize(
-            body.content, special=body.parse_special, add_special=body.add_special
-        )
+        tokens = await lease.value(
+            "tokenize", text=body.content, special=body.parse_special, add_special=body.add_special,
+        )  # fmt: skip
         if not body.with_pieces:
             return {"tokens": tokens}
         pieces = await lease.pieces(tokens)
@@ -277,7 +280,7 @@ class _DetokenizeBody(Body):
 
 async def _detokenize(request: HttpRequest, body: _DetokenizeBody) -> Json:
     async with _shared_lease(request, body.model) as lease:
-        text = await lease.detokenize(body.tokens)
+        text = await lease.value("detokenize", prompt=body.tokens)
     return {"content": text, "prompt": text}
 
 
@@ -295,7 +298,9 @@ async def _tokenizer_info(request: HttpRequest) -> Response:
             for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
                 token = known.metadata.get(f"tokenizer.ggml.{key}_token_id")
                 info[f"{kind}_token"] = (
-                    None if token is None else await lease.detokenize([token])
+                    None
+                    if token is None
+                    else await lease.value("detokenize", prompt=[token])
                 )
         return info
 
@@ -424,9 +429,11 @@ class _NativeReply(Reply):
     async def prepare(self, lease: Lease) -> None:
         for i, request in enumerate(self.requests):
             if request.context:
-                self._prompts[i] = await lease.detokenize(request.context)
+                self._prompts[i] = await lease.value(
+                    "detokenize", prompt=request.context
+                )
         for text, bias in self.requests[0].sampling.text_bias:
-            for token in await lease.tokenize(text, special=False):
+            for token in await lease.value("tokenize", text=text, special=False):
                 self._biases[token] = self._biases.get(token, 0.0) + bias
 
     def lines(self, event: Event) -> bytes:

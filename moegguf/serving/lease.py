@@ -29,7 +29,7 @@ from typing import Any
 
 from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS
 from moegguf.errors import OptionError, WorkerError
-from moegguf.generate.request import AnswerSummary, Embeddings, Event, Request
+from moegguf.generate.request import AnswerSummary, Event, Request
 from moegguf.gguf.reader import FileVersion
 from moegguf.models.entry import ModelEntry
 from moegguf.quantities import ExpertCache
@@ -38,12 +38,11 @@ from moegguf.serving.events import LoadedModel, LoadedName, LoadOverrides
 from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import Ready, build
 from moegguf.serving.worker_process import SentRequest, WorkerProcess
-from moegguf.text import to_utf8
 
 # Seconds after which a waiting background request is served like other requests.
 MAX_WAIT_S = 30.0
 # kinds of messages to which a worker replies while it generates
-BESIDE_ANSWERS = ("tokenize", "pieces", "count", "render")
+BESIDE_ANSWERS = ("tokenize", "pieces", "detokenize", "count", "render")
 
 
 _tickets = itertools.count(1)
@@ -411,80 +410,19 @@ class Calls(ABC):
         return self.events("generate", request=request, stream=stream)
 
     async def value(self, kind: str, **fields: Any) -> Any:
-        """Returns the value of a call. For example, the value of "count" is the number
-        of tokens in a conversation's prompt, and the value of "render" is the prompt's
-        text. Raises the worker's error, or WorkerError if the process fails."""
+        """Returns the value of a call, whose kinds and fields `moegguf.serving.wire`
+        lists. For example, the value of "count" is the number of tokens in a
+        conversation's prompt, and the value of "render" is the prompt's text. Raises
+        the worker's error, or WorkerError if the process fails."""
         async with aclosing(self.events(kind, **fields)) as events:
             async for value in events:
                 last = value
         return last
 
-    async def embed(
-        self,
-        inputs: Sequence[Any],
-        *,
-        truncate: bool = True,
-        normalize: bool = True,
-        num_ctx: int | None = None,
-    ) -> Embeddings:
-        """Returns the vectors of `inputs`: strings or lists of tokens. Raises the
-        errors of `moegguf.generate.embedding.embed`."""
-        found: Embeddings = await self.value(
-            "embed",
-            inputs=list(inputs),
-            truncate=truncate,
-            normalize=normalize,
-            num_ctx=num_ctx,
-            client_key=current_owner.get(),
-        )
-        return found
-
-    async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
-        """Returns the scores of documents for a query, as one-element vectors. Raises
-        the errors of `moegguf.generate.embedding.rank`."""
-        found: Embeddings = await self.value(
-            "rank",
-            query=query,
-            documents=list(documents),
-            client_key=current_owner.get(),
-        )
-        return found
-
-    async def slot(
-        self, action: str, slot: int, path: str = "", most_bytes: int = 0
-    ) -> dict[str, Any]:
-        """Saves, restores or erases the current owner's context in one of
-        llama-server's slots. Returns the counts for llama-server's reply. Raises the
-        errors of `moegguf.generate.slots.run_action`."""
-        fields = {"owner": current_owner.get(), "path": path, "most_bytes": most_bytes}
-        return dict(await self.value("slot", action=action, slot=slot, **fields))
-
-    async def tokenize(
-        self, text: str, *, special: bool = True, add_special: bool = False
-    ) -> list[int]:
-        """Returns the tokens of a string. `special`: True to recognize names of special
-        tokens. `add_special`: True to add the tokens that the model puts around a text,
-        such as BOS and EOS."""
-        return list(
-            await self.value(
-                "tokenize", text=text, special=special, add_special=add_special
-            )
-        )
-
     async def pieces(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
         """Returns the bytes of each token. The bytes of a special token are its
         name."""
         return build(tuple[bytes, ...], await self.value("pieces", tokens=list(tokens)))
-
-    async def detokenize(self, prompt: Sequence[int | str]) -> str:
-        """Returns the text of a list of tokens and strings, joined. Invalid UTF-8 is
-        replaced by U+FFFD."""
-        pieces = iter(
-            await self.pieces([each for each in prompt if isinstance(each, int)])
-        )
-        return b"".join(
-            to_utf8(each) if isinstance(each, str) else next(pieces) for each in prompt
-        ).decode(errors="replace")
 
 
 class Lease(Calls):

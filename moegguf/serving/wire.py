@@ -9,7 +9,8 @@ not start processes or load models.
 Messages to the worker, each with an id:
 - load (config, a `LoadConfig`) is the first message. Its value is a `Ready`.
 - generate (request, stream), embed (inputs, truncate, normalize, num_ctx, client_key), rank (query, documents,
-  client_key), tokenize (text, special, add_special), pieces (tokens), count (request), render (request)
+  client_key), tokenize (text, special, add_special), pieces (tokens), detokenize (prompt), count (request), render
+  (request)
 - slot (action, slot, owner, path, most_bytes), budget ({option of a budget: bytes})
 - experts (watch_s, client_key; None: counts the requests of all clients)
 - cancel has the id of the message to cancel.

@@ -162,13 +162,28 @@ def every(
     return tick
 
 
-def _tokenize(llm: Llama, text: str, special: bool, add_special: bool) -> list[int]:
+def _tokenize(
+    llm: Llama, text: str, special: bool = True, add_special: bool = False
+) -> list[int]:
+    """Returns the tokens of a string. `special`: True to recognize names of special
+    tokens. `add_special`: True to add the tokens that the model puts around a text,
+    such as BOS and EOS."""
     return llm.tokenize(to_utf8(text), add_bos=add_special, special=special)
 
 
 def _pieces(llm: Llama, tokens: list[int]) -> list[bytes]:
+    """Returns the bytes of each token. The bytes of a special token are its name."""
     llm.vocabulary.check(tokens)
     return [llm.vocabulary.piece(token, special=True) for token in tokens]
+
+
+def _detokenize(llm: Llama, prompt: list[int | str]) -> str:
+    """Returns the text of a list of tokens and strings, joined. Invalid UTF-8 is
+    replaced by U+FFFD."""
+    return b"".join(
+        to_utf8(each) if isinstance(each, str) else _pieces(llm, [each])[0]
+        for each in prompt
+    ).decode(errors="replace")
 
 
 def _learn_forms(path: str) -> None:
@@ -184,8 +199,8 @@ def _learn_forms(path: str) -> None:
 
 
 VALUES: Mapping[str, Callable[..., Any]] = {
-    "tokenize": _tokenize, "pieces": _pieces, "count": count_prompt, "render": render_prompt,
-    "budget": Llama.set_budget, "embed": embed, "rank": rank,
+    "tokenize": _tokenize, "pieces": _pieces, "detokenize": _detokenize, "count": count_prompt,
+    "render": render_prompt, "budget": Llama.set_budget, "embed": embed, "rank": rank,
 }  # fmt: skip
 """{kind of a message: function that computes the value of the reply from the model and
 the message's other fields}"""
@@ -275,7 +290,14 @@ class Worker:
                 work = self._work.get(number)
             if work is not None:
                 self._answers.cancel(work)
-        elif kind == "generate":
+            return
+        try:
+            if "request" in message:
+                message["request"] = wire.build(Request, message["request"])
+        except MoeggufError as error:
+            self._end(number, None, error)
+            return
+        if kind == "generate":
             self._generate(number, **message)
         elif kind in COMPUTED:
             client_key = message.pop("client_key", "")
@@ -294,22 +316,16 @@ class Worker:
         else:
             self._replies.submit(self._reply, number, kind, message)
 
-    def _generate(self, number: int, request: wire.Message, stream: bool) -> None:
-        """Submits a request to the loop that generates answers. An invalid request ends
-        with an error."""
+    def _generate(self, number: int, request: Request, stream: bool) -> None:
+        """Submits a request to the loop that generates answers."""
 
         def send(event: Delta | PromptProgress) -> None:
             self._send("event", id=number, **wire.named(event))
 
         events = Events(stream, send, functools.partial(self._end, number))
-        try:
-            # `_end` waits for this lock, so the answer is in `_work` before it ends.
-            with self._work_lock:
-                self._work[number] = self._answers.submit(
-                    wire.build(Request, request), events
-                )
-        except MoeggufError as error:
-            self._end(number, None, error)
+        # `_end` waits for this lock, so the answer is in `_work` before it ends.
+        with self._work_lock:
+            self._work[number] = self._answers.submit(request, events)
 
     def _experts(self, watch_s: float, client_key: str | None = None) -> Snapshot:
         """Returns a snapshot of the experts, with the uses of one client or (None) of
@@ -393,8 +409,6 @@ class Worker:
         value: Any = None
         failure = None
         try:
-            if "request" in fields:
-                fields["request"] = wire.build(Request, fields["request"])
             if kind == "experts":
                 value = self._experts(**fields)
             elif kind == "slot":

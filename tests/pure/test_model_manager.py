@@ -488,7 +488,7 @@ async def test_shared_lease_does_not_wait_for_answers_and_cannot_generate(
     async with manager_of(catalog) as manager:
         running = await begun(manager, "a", go)
         async with manager.lease("a", will_answer=False) as lease:
-            assert await lease.tokenize("ab") == [97, 98]
+            assert await lease.value("tokenize", text="ab") == [97, 98]
             with pytest.raises(OptionError, match="will_answer"):
                 await answer_text(lease, "say x")
         assert (await manager.load("a")).busy

@@ -150,7 +150,9 @@ class _CompletionReply(ChoicesReply):
     async def prepare(self, lease: Lease) -> None:
         for i, prompt in enumerate(self.body.prompt if self.body.echo else ()):
             self._prompts[i] = (
-                prompt if isinstance(prompt, str) else await lease.detokenize(prompt)
+                prompt
+                if isinstance(prompt, str)
+                else await lease.value("detokenize", prompt=prompt)
             )
         self._offset = len(self._before)
 
