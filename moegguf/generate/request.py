@@ -117,7 +117,7 @@ class Request:
     suffix: str | None = None  # text after the gap that the model fills
     # (name, text) of other files, as context for filling the gap.
     files: tuple[tuple[str, str], ...] = ()
-    tools: tuple[Tool, ...] = ()
+    tools: tuple[Tool, ...] = ()  # becomes empty if `tool_choice` is "none"
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of a tool
     # "json", or a JSON schema that the answer satisfies.
     format: str | Mapping[str, Any] | None = None
@@ -167,12 +167,21 @@ class Request:
     def __post_init__(self) -> None:
         if self.sampling.reasoning_budget_tokens == 0:
             object.__setattr__(self, "think", False)
+        if self.tool_choice == "none":
+            object.__setattr__(self, "tools", ())
 
     @property
     def begins_with_token(self) -> bool:
         """True if the context begins with a token id. No BOS is then added; the request
         must contain its own."""
         return bool(self.context) and isinstance(self.context[0], int)
+
+
+def prompt_fields(prompt: str | Sequence[Any]) -> dict[str, Any]:
+    """Returns the fields of a `Request` for a prompt, which is a string, or a list of
+    token ids and strings."""
+    is_text = isinstance(prompt, str)
+    return {"prompt": prompt} if is_text else {"prompt": "", "context": tuple(prompt)}
 
 
 @dataclass(frozen=True)

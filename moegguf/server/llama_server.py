@@ -67,7 +67,6 @@ from moegguf.server.common.replies import (
     present,
 )
 from moegguf.server.openai import chat
-from moegguf.server.openai.completions import fields_of
 from moegguf.serving.clients import current_owner
 from moegguf.serving.events import LoadedModel
 from moegguf.serving.lease import Lease
@@ -386,9 +385,7 @@ class _NativeCompletionBody(_NativeBody):
     prompt: Texts
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        base = self.native_request(entry)
-        requests = (replace(base, **fields_of(prompt)) for prompt in self.prompt)
-        return [each for request in requests for each in self.repeated(request)]
+        return self.for_prompts(self.native_request(entry), self.prompt)
 
 
 class _ExtraFile(Body):

@@ -296,7 +296,7 @@ async def _read_requests(
         body.operation: True,
         "insert": first.suffix is not None,
         "vision": has_images(first.messages or ()),
-        "tools": bool(first.tools) and first.tool_choice != "none",
+        "tools": bool(first.tools),
         "thinking": bool(first.think),
     }
     check_capabilities(entry, known, needs)

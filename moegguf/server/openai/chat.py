@@ -32,6 +32,7 @@ from moegguf.generate.request import (
     PromptProgress,
     Request,
     Sampling,
+    prompt_fields,
 )
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
@@ -55,6 +56,7 @@ from moegguf.server.common.options import (
     MAX_TOKEN,
     SamplingOptions,
     Stops,
+    Text,
     in_range,
     sampling_of,
 )
@@ -196,6 +198,11 @@ class GenerationBody(RequestBody, SamplingOptions):
             replace(request, sampling=replace(request.sampling, seed=seed))
             for seed in seeds
         ]
+
+    def for_prompts(self, base: Request, prompts: Iterable[Text]) -> list[Request]:
+        """Returns a copy of `base` for each answer to each of the `prompts`."""
+        requests = (replace(base, **prompt_fields(prompt)) for prompt in prompts)
+        return [each for request in requests for each in self.repeated(request)]
 
 
 def _choice_of(choice: Any) -> Any:

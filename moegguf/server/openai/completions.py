@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from heapq import nlargest
 from typing import Annotated, Any, ClassVar
 
@@ -15,7 +14,7 @@ from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Whole
 from moegguf.server.common.conversation import Json, conversation
-from moegguf.server.common.options import Text, Texts
+from moegguf.server.common.options import Texts
 from moegguf.server.common.replies import MIN_LOGPROB
 from moegguf.server.openai.chat import (
     Choices,
@@ -26,16 +25,6 @@ from moegguf.server.openai.chat import (
 from moegguf.serving.lease import Lease
 
 DEFAULT_MAX_TOKENS = 16  # default in OpenAI's API
-
-
-def fields_of(prompt: Text) -> Json:
-    """Returns the fields of a `Request` for a prompt, which is a string, or a list of
-    token ids and strings."""
-    return (
-        {"prompt": prompt}
-        if isinstance(prompt, str)
-        else {"prompt": "", "context": tuple(prompt)}
-    )
 
 
 class CompletionBody(GenerationBody):
@@ -104,8 +93,7 @@ class CompletionBody(GenerationBody):
             prompt_logprobs=self.scores_prompt,
             prompt_only=self.max_tokens == 0,
         )
-        requests = (replace(base, **fields_of(prompt)) for prompt in self.prompt)
-        return [each for request in requests for each in self.repeated(request)]
+        return self.for_prompts(base, self.prompt)
 
 
 def _logprobs_object(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
