@@ -121,7 +121,7 @@ def load(number: int, config: dict[str, Any]) -> None:
         with open(script["log"], "a") as log:
             log.write(json.dumps(config | options) + "\n")
     for i in range(script.get("fractions", 0)):
-        send("event", id=number, Loading={"share": (i + 1) / script["fractions"]})
+        send("event", id=number, LoadProgress={"share": (i + 1) / script["fractions"]})
     wait = script.get("wait", os.environ.get("FAKE_WORKER_WAIT"))
     while wait and not Path(wait).exists():
         threading.Event().wait(0.002)

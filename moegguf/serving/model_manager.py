@@ -63,8 +63,8 @@ from moegguf.serving.events import (
     Snapshot,
     load_overrides,
 )
-from moegguf.serving.lease import (
-    Lease,
+from moegguf.serving.lease import Lease
+from moegguf.serving.managed_model import (
     LeaseRequest,
     ManagedModel,
     files_key,
@@ -267,7 +267,7 @@ class ModelManager:
         for model in ready:
             with suppress(MoeggufError):  # the process may end before it replies
                 assert model.process is not None
-                snapshot = await model.process.request(
+                snapshot = await model.process.call(
                     "experts", watch_s=watch_s, client_key=client_key
                 ).value()
                 found.append(
@@ -305,8 +305,8 @@ class ModelManager:
         keep_alive_s: float | None,
         will_answer: bool,
     ) -> LeaseRequest:
-        """Returns a new request when it may use its model. The arguments are those of
-        `lease`. The caller must call `_release` after the use. Raises BusyError and the
+        """Returns a new request when it may use its model. `lease` describes the
+        arguments. The caller must call `_release` after the use. Raises BusyError and the
         errors of loading."""
         entry = await self._find(name)
         if self._closed:
@@ -436,7 +436,7 @@ class ModelManager:
         model.set_budgets({tier: max(before[tier], wanted[tier]) for tier in wanted})
         now = wanted
         try:
-            await process.request(
+            await process.call(
                 "budget", **{BUDGETS[tier]: n_bytes for tier, n_bytes in wanted.items()}
             ).value()
         except MoeggufError:

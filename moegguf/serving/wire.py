@@ -49,7 +49,7 @@ Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadProgress:
     """An event during a load: the share of the model that has been read so far."""
 
     share: float  # 0 to 1
@@ -68,7 +68,7 @@ class Ready:
 SENT: Mapping[str, Any] = {
     kind.__name__: kind
     for kind in (
-        Loading, Ready, PromptProgress, Delta, AnswerSummary, Embeddings, Snapshot,
+        LoadProgress, Ready, PromptProgress, Delta, AnswerSummary, Embeddings, Snapshot,
     )
 }  # fmt: skip
 """{name of a class: class of events and values that a worker sends}"""
@@ -179,8 +179,10 @@ def named(value: Any) -> Message:
 def build_named(message: Message) -> Any:
     """Rebuilds the event or the value in a message of a worker. Raises WorkerError if
     the conversion fails, and KeyError for a message without a value."""
-    name = next((each for each in message if each in SENT), "")
-    return build(SENT[name], message[name]) if name else message["value"]
+    for name, item in message.items():
+        if name in SENT:
+            return build(SENT[name], item)
+    return message["value"]
 
 
 def encode_error(error: BaseException) -> Message:

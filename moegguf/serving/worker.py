@@ -368,7 +368,7 @@ class Worker:
 
         def on_progress(share: float) -> bool:
             if not self._closing and (tick() or share == 1):
-                self._send("event", id=number, Loading=wire.Loading(share))
+                self._send("event", id=number, LoadProgress=wire.LoadProgress(share))
             return not self._closing
 
         try:

@@ -34,8 +34,7 @@ from moegguf.errors import (
     WorkerError,
 )
 from moegguf.generate.request import AnswerSummary, Delta, Request
-from moegguf.serving import lease as lease_module
-from moegguf.serving import worker_process
+from moegguf.serving import managed_model, worker_process
 from moegguf.serving.clients import BACKGROUND, current_client
 from moegguf.serving.model_manager import ModelManager
 
@@ -301,7 +300,7 @@ async def test_request_whose_worker_died_before_any_output_is_repeated_once(
             manager.lease("a", will_answer=False) as shared,
         ):
             os.kill(manager.loaded()[0].pid, signal.SIGKILL)
-            assert await shared.tokenize("ab") == [97, 98]
+            assert await shared.value("tokenize", text="ab") == [97, 98]
             assert await answer_text(lease, "say y") == "y"
         left = tmp_path / "left"
         left.write_text("1")
@@ -598,7 +597,7 @@ async def test_background_requests_come_last_for_a_limited_time(
     max_wait_s: float,
     first: str,
 ) -> None:
-    monkeypatch.setattr(lease_module, "MAX_WAIT_S", max_wait_s)
+    monkeypatch.setattr(managed_model, "MAX_WAIT_S", max_wait_s)
     ended: list[str] = []
 
     async def note(answer: Coroutine[Any, Any, str]) -> None:
