@@ -211,15 +211,16 @@ class RequestBody(Loading):
     async def respond(self, request: HttpRequest) -> Response:
         """Returns the response to an HTTP request that has this body. Raises
         MoeggufError."""
-        events, reply = await _answer(request.app.state, self)
+        state = request.app.state
+        reply = await _new_reply(state, self)
         if not self.stream:
-            return WholeResponse(_whole(events, reply))
-        return LineResponse(_lines(events, reply), reply.error_line, reply.ping_line)
+            return WholeResponse(_whole(state, reply))
+        return LineResponse(_lines(state, reply), reply.error_line, reply.ping_line)
 
     async def whole_reply(self, state: State) -> Any:
         """Returns the complete reply as a JSON value, without a stream. Raises
         MoeggufError."""
-        return await _whole(*await _answer(state, self))
+        return await _whole(state, await _new_reply(state, self))
 
 
 Kind = TypeVar("Kind", bound=RequestBody)
@@ -257,12 +258,8 @@ def about_prompt(
     return computed(path, kind, compute, kind.limit)
 
 
-async def _answer(
-    state: State, body: RequestBody
-) -> tuple[AsyncGenerator[Event], Reply]:
-    entry, requests = await _read_requests(state, body)
-    reply = body.reply_kind(body, entry, requests)
-    return _answers(state, reply), reply
+async def _new_reply(state: State, body: RequestBody) -> Reply:
+    return body.reply_kind(body, *await _read_requests(state, body))
 
 
 async def _read_requests(
@@ -366,8 +363,8 @@ async def _answers(state: State, reply: Reply) -> AsyncGenerator[Event]:
             await end(*tasks)
 
 
-async def _lines(events: AsyncGenerator[Event], reply: Reply) -> Lines:
-    async with aclosing(events):
+async def _lines(state: State, reply: Reply) -> Lines:
+    async with aclosing(_answers(state, reply)) as events:
         async for event in events:
             lines = reply.lines(event)
             if isinstance(event, AnswerSummary):
@@ -376,9 +373,9 @@ async def _lines(events: AsyncGenerator[Event], reply: Reply) -> Lines:
                 yield lines
 
 
-async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Any:
+async def _whole(state: State, reply: Reply) -> Any:
     deltas: list[Delta] = []
-    async with aclosing(events):
+    async with aclosing(_answers(state, reply)) as events:
         async for event in events:
             if isinstance(event, Delta):
                 deltas.append(event)
