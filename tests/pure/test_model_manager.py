@@ -229,6 +229,21 @@ async def test_rest_returns_the_end_of_an_interrupted_answer(
             assert isinstance(last, AnswerSummary) and last.finish == "cancelled"
 
 
+async def test_summary_has_the_seconds_of_the_load_and_the_decisions_of_the_worker(
+    catalog: FakeCatalog,
+) -> None:
+    summaries = []
+    async with manager_of(catalog) as manager:
+        for _ in range(2):
+            async with manager.lease("a") as lease:
+                request = Request(prompt="say x")
+                *_, last = [event async for event in lease.answer(request)]
+                assert isinstance(last, AnswerSummary)
+                summaries.append(last)
+    assert summaries[0].load_s > 0 and summaries[1].load_s == 0
+    assert [each.decisions["policy"] for each in summaries] == ["lru", "lru"]
+
+
 @pytest.mark.parametrize("ending", ["break", "close", "cancel", "raise"])
 async def test_closing_the_answer_iterator_stops_the_answer(
     catalog: FakeCatalog, tmp_path: Path, ending: str
