@@ -85,7 +85,7 @@ def listen() -> None:
         elif message["kind"] == "tokenize":
             end(message["id"], value=[ord(letter) for letter in message["text"]])
         elif message["kind"] == "experts":
-            end(message["id"], value=SNAPSHOT if "log" in LOADED else NO_EXPERTS)
+            end(message["id"], Snapshot=SNAPSHOT if "log" in LOADED else NO_EXPERTS)
         else:
             MESSAGES.put(message)
     os._exit(0)
@@ -121,7 +121,7 @@ def load(number: int, config: dict[str, Any]) -> None:
         with open(script["log"], "a") as log:
             log.write(json.dumps(config | options) + "\n")
     for i in range(script.get("fractions", 0)):
-        send("event", id=number, Loading={"share": (i + 1) / script["fractions"]})
+        send("event", id=number, LoadProgress={"share": (i + 1) / script["fractions"]})
     wait = script.get("wait", os.environ.get("FAKE_WORKER_WAIT"))
     while wait and not Path(wait).exists():
         threading.Event().wait(0.002)
@@ -139,7 +139,7 @@ def load(number: int, config: dict[str, Any]) -> None:
         "plan": {"n_slots": 3},
         "n_parallel": script.get("n_parallel", 1),
     }
-    send("end", id=number, value=ready, stats={}, decisions={})
+    send("end", id=number, Ready=ready, stats={}, decisions={})
 
 
 def events(request: dict[str, Any]) -> Iterator[Event]:
@@ -225,7 +225,7 @@ def answer(message: dict[str, Any]) -> None:
         finish |= TIMING | (
             {"cut_messages": 3} if messages[-1]["content"] == "cut" else {}
         )
-    end(number, value=finish)
+    end(number, AnswerSummary=finish)
 
 
 if __name__ == "__main__" and sys.argv[1].isdigit():

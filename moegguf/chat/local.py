@@ -10,15 +10,10 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from moegguf.generate.request import Event
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import load_options_of
-from moegguf.serving.events import (
-    Event,
-    LoadedModel,
-    LoadOverrides,
-    Snapshot,
-    load_overrides,
-)
+from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot, load_overrides
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import Workers
 from moegguf.terminal.messages import print_message

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from moegguf.chat.conversation import of_loading
 from moegguf.errors import MoeggufError
-from moegguf.generate.request import AnswerSummary, Delta
+from moegguf.generate.request import AnswerSummary, Delta, Event
 from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import format_bytes
-from moegguf.serving.events import Done, Event
 from moegguf.terminal.messages import print_message
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ class Answer:
     summary: AnswerSummary = field(
         default_factory=lambda: AnswerSummary(finish="cancelled")
     )
-    decisions: Mapping[str, Any] = field(default_factory=dict)  # see `Llama.decisions`
     text: str = ""
     thinking: str = ""
     error: MoeggufError | None = None  # the error that ended the answer early
@@ -46,9 +44,8 @@ class Answer:
         if isinstance(event, Delta):
             self.text += event.text
             self.thinking += event.thinking
-        elif isinstance(event, Done):
-            self.summary = event.summary
-            self.decisions = event.decisions
+        elif isinstance(event, AnswerSummary):
+            self.summary = event
             self.load_s += event.load_s
 
 
@@ -134,9 +131,7 @@ class ChatModel:
         if (answer := self._last) is None:
             return []
         load_s = answer.load_s if with_load else 0.0
-        lines = statistics(
-            answer.summary, load_s, answer.decisions, self.connection.placement
-        )
+        lines = statistics(answer.summary, load_s, self.connection.placement)
         url = self.connection.url
         return [*lines, f"{'answered by:':<{LABEL_WIDTH}}{url}"] if url else lines
 

@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING, Any
 from moegguf.chat.client import KNOWN_S, Client, Json, ServerError
 from moegguf.chat.conversation import of_loading
 from moegguf.errors import ModelNotFoundError, OptionError
-from moegguf.generate.request import AnswerSummary, Delta, Message, PromptProgress
+from moegguf.generate.request import (
+    AnswerSummary,
+    Delta,
+    Event,
+    Message,
+    PromptProgress,
+)
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import LOAD_PARAMETERS
 from moegguf.quantities import parse_duration
-from moegguf.serving.events import Done, Event, Snapshot, load_overrides
+from moegguf.serving.events import Snapshot, load_overrides
 from moegguf.serving.wire import build
 from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import Spinner
@@ -190,11 +196,7 @@ class ServedModel:
         with closing(self._client.stream("/api/chat", body)) as lines:
             for line in lines:
                 if line.get("done"):
-                    yield Done(
-                        build(AnswerSummary, line["timing"]),
-                        line["load_s"],
-                        line["decisions"],
-                    )
+                    yield build(AnswerSummary, line["timing"])
                     return
                 if "prompt_progress" in line:
                     yield build(PromptProgress, line["prompt_progress"])

@@ -28,8 +28,7 @@ from moegguf.terminal.progress import prompt_text
 if TYPE_CHECKING:
     from moegguf.chat.conversation import Conversation
     from moegguf.chat.model import Answer, ChatModel
-    from moegguf.generate.request import AnswerSummary
-    from moegguf.serving.events import Event
+    from moegguf.generate.request import AnswerSummary, Event
 
 TAB_CELLS = 8
 MIN_WIDTH = 4  # columns; a narrower terminal is treated as this wide

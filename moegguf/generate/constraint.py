@@ -67,16 +67,14 @@ def constraint_for(
     `tool_choice` names no tool of the request. Raises OptionError if a call is required
     but the answer continues a message with text.
     """
-    has_tools = bool(request.tools) and request.tool_choice != "none"
-    forced = has_tools and request.tool_choice != "auto"
-    if request.grammar is not None and (request.format is not None or has_tools):
+    forced = bool(request.tools) and request.tool_choice != "auto"
+    if request.grammar is not None and (request.format is not None or request.tools):
         raise SchemaError(
             "a grammar cannot be combined with a JSON schema, JSON or tools; send one of them."
         )
     begun = continuation.content if continuation else ""
     is_strict = (
-        has_tools
-        and _check_strict(request.tools)
+        _check_strict(request.tools)
         and not forced
         and template is not None
         and not begun
@@ -102,7 +100,7 @@ def constraint_for(
         bodies.append(body)
     alternatives = [body if begun else _text(form, prompt_end, body) for body in bodies]
     free = is_strict and request.format is None
-    if has_tools:
+    if request.tools:
         written = _written_call(form, prompt_end, behind_mark=free)
         calls = CallGrammar(written, schemas.grammar)
         for tool in _allowed_tools(request.tools, request.tool_choice):

@@ -9,7 +9,6 @@ whatever the other inputs are.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,21 +16,12 @@ import numpy.typing as npt
 
 from moegguf.errors import CapabilityError, ContextError
 from moegguf.generate.prompt import TOKEN_CHARACTERS
+from moegguf.generate.request import Embeddings
 from moegguf.native import library
 from moegguf.text import to_utf8
 
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
-
-
-@dataclass(frozen=True)
-class Embeddings:
-    """Embeddings or scores of inputs. `vectors`: [n_inputs][n_embd], or [n_inputs][1]
-    for scores, in the order of the inputs. `n_tokens`: total number of tokens in all
-    inputs."""
-
-    vectors: list[list[float]]
-    n_tokens: int
 
 
 def embed(

@@ -25,6 +25,7 @@ from moegguf.generate.request import (
     Request,
     Sampling,
     join,
+    prompt_fields,
     sampling_with,
 )
 from moegguf.generate.sequence import AnswerEvents, Sequence
@@ -325,10 +326,8 @@ def _request(
                 [*of_sampling, *of_request],
                 "see help(moegguf.Sampling) for the list.",
             )
-    given: dict[str, Any] = {"prompt": prompt, "truncate": False}
-    if not isinstance(prompt, str):
-        is_chat = bool(prompt) and isinstance(prompt[0], dict)
-        as_tokens = {"prompt": "", "context": tuple(prompt), "truncate": False}
-        given = {"messages": tuple(prompt)} if is_chat else as_tokens
+    given: dict[str, Any] = {"messages": tuple(prompt)}
+    if not prompt or not isinstance(prompt[0], dict):
+        given = {**prompt_fields(prompt), "truncate": False}
     given |= {name: value for name, value in fields.items() if name in of_request}
     return replace(Request(**given), sampling=sampling_with(sampling, fields))

@@ -136,7 +136,7 @@ class _Parser:
         self._position += 1
         return piece[group]
 
-    def _needs(self, kind: str, wanted: str) -> str:
+    def _expect(self, kind: str, wanted: str) -> str:
         if (found := self._next(kind)) is None:
             is_end = self._position == len(self.pieces)
             raise self._error(
@@ -153,12 +153,12 @@ class _Parser:
         return self._names.setdefault(name, f"gbnf_{len(self._names)}")
 
     def _read_rule(self) -> None:
-        name = self._name(self._needs("name", "the name of a rule"))
-        self._needs("define", "::=")
+        name = self._name(self._expect("name", "the name of a rule"))
+        self._expect("define", "::=")
         self._skip_newlines()
         self._rules[name] = self._read_alternatives(is_nested=False)
         if self._position < len(self.pieces):
-            self._needs("newline", "a symbol or the end of the line")
+            self._expect("newline", "a symbol or the end of the line")
 
     def _read_alternatives(self, is_nested: bool) -> _Alternatives:
         alternatives = [self._read_sequence(is_nested)]
@@ -201,7 +201,7 @@ class _Parser:
         if self._next("("):
             self._skip_newlines()
             group = self._new_rule(self._read_alternatives(is_nested=True))
-            self._needs(")", "a closing parenthesis")
+            self._expect(")", "a closing parenthesis")
             return group
         return None
 

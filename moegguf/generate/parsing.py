@@ -579,11 +579,15 @@ def new_transcript(
     """Returns the transcript for an answer to `request`. It has a parser only if a chat
     template rendered the prompt, and if the request has tools or the template supports
     thinking."""
-    tools = () if request.tool_choice == "none" else request.tools
     template, parser = prompt.template, None
-    if template is not None and (tools or "thinking" in capabilities_of(template)):
+    if template is not None and (
+        request.tools or "thinking" in capabilities_of(template)
+    ):
         parser = answer_parser(
-            template, tools, prompt_end=prompt.end, continuation=prompt.continuation
+            template,
+            request.tools,
+            prompt_end=prompt.end,
+            continuation=prompt.continuation,
         )
     return Transcript(
         vocabulary,

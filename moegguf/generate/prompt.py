@@ -258,9 +258,7 @@ class _Renderer(_Reader):
 
     def __init__(self, llm: Llama, request: Request) -> None:
         super().__init__(llm, request)
-        self._tools = (
-            () if request.tool_choice == "none" else tuple(map(_shown, request.tools))
-        )
+        self._tools = tuple(map(_shown, request.tools))
         self._template = request.template or template_of(
             llm.layout, with_tools=bool(self._tools)
         )

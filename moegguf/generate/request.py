@@ -1,5 +1,5 @@
 """Plain data: a request to a model, the progress of its prompt, the deltas of its
-answer, and the summary at the end."""
+answer, and the summary at the end; embeddings."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Request:
     suffix: str | None = None  # text after the gap that the model fills
     # (name, text) of other files, as context for filling the gap.
     files: tuple[tuple[str, str], ...] = ()
-    tools: tuple[Tool, ...] = ()
+    tools: tuple[Tool, ...] = ()  # becomes empty if `tool_choice` is "none"
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of a tool
     # "json", or a JSON schema that the answer satisfies.
     format: str | Mapping[str, Any] | None = None
@@ -167,12 +167,21 @@ class Request:
     def __post_init__(self) -> None:
         if self.sampling.reasoning_budget_tokens == 0:
             object.__setattr__(self, "think", False)
+        if self.tool_choice == "none":
+            object.__setattr__(self, "tools", ())
 
     @property
     def begins_with_token(self) -> bool:
         """True if the context begins with a token id. No BOS is then added; the request
         must contain its own."""
         return bool(self.context) and isinstance(self.context[0], int)
+
+
+def prompt_fields(prompt: str | Sequence[Any]) -> dict[str, Any]:
+    """Returns the fields of a `Request` for a prompt, which is a string, or a list of
+    token ids and strings."""
+    is_text = isinstance(prompt, str)
+    return {"prompt": prompt} if is_text else {"prompt": "", "context": tuple(prompt)}
 
 
 @dataclass(frozen=True)
@@ -251,7 +260,7 @@ class PromptProgress:
 
 @dataclass
 class AnswerSummary:
-    """Counts and times of an answer."""
+    """Counts and times of an answer, whose last event is its summary."""
 
     prompt_tokens: int = 0  # tokens of the prompt that were evaluated
     # Tokens of the prompt that were reused from the context or the disk.
@@ -274,11 +283,29 @@ class AnswerSummary:
     # answers. `answer_stats` counts only from the answer's first token on.
     stats: Stats = field(default_factory=Stats)
     answer_stats: Stats = field(default_factory=Stats)
+    # Seconds of the load for which the request waited in a server's queue.
+    load_s: float = 0.0
+    # Value of `Llama.decisions()` at the end of the answer, if a worker computed it.
+    decisions: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def whole_prompt_tokens(self) -> int:
         """The number of tokens of the prompt, evaluated or reused."""
         return self.prompt_tokens + self.cached_tokens
+
+
+Event = PromptProgress | Delta | AnswerSummary
+"""An event of an answer, from the batch loop to the client."""
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Embeddings or scores of inputs. `vectors`: [n_inputs][n_embd], or [n_inputs][1]
+    for scores, in the order of the inputs. `n_tokens`: total number of tokens in all
+    inputs."""
+
+    vectors: list[list[float]]
+    n_tokens: int
 
 
 MAX_TOP_LOGPROBS = 20

@@ -155,9 +155,8 @@ def thinking_budget_of(
             _HARMONY if form.is_harmony else _RECIPIENTS
         )
         last = _end_of(llm, prompt).rpartition("<|start|>")[2]
-        may_call = bool(request.tools) and request.tool_choice != "none"
         # The first forced end allows a call instead of the answer.
-        ends = [next_message] if may_call else []
+        ends = [next_message] if request.tools else []
         ids = [tokens(end) for end in (*ends, next_message + answer)]
         return ThinkingBudget(
             llm.vocabulary,

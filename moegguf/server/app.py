@@ -43,7 +43,6 @@ from moegguf.server.common.access import AccessControl
 from moegguf.server.common.body import Bodies
 from moegguf.server.common.errors import HANDLERS, HttpError
 from moegguf.server.common.replies import present
-from moegguf.server.common.target import with_plain_target
 from moegguf.serving.batch.batches import Batches
 from moegguf.serving.responses import ResponseStore
 from moegguf.settings import data_folder, read_settings
@@ -174,7 +173,6 @@ def make_app(
         if routes is None
         else routes,
         middleware=[
-            Middleware(with_plain_target),
             Middleware(request_log),
             Middleware(
                 AccessControl,

@@ -28,7 +28,7 @@ from pydantic import AfterValidator, AliasChoices, Field, field_validator
 from starlette.datastructures import State
 from starlette.requests import Request as HttpRequest
 
-from moegguf.generate.embedding import Embeddings
+from moegguf.generate.request import Embeddings
 from moegguf.server.common import limits
 from moegguf.server.common.body import Whole
 from moegguf.server.common.conversation import Json
@@ -45,6 +45,7 @@ from moegguf.server.common.options import (
 )
 from moegguf.server.common.replies import computed, to_ns
 from moegguf.server.ollama.chat import ModelBody
+from moegguf.serving.clients import current_owner
 
 NATIVE_MOST = 32760.0
 _Inputs = Annotated[list[str], Field(max_length=limits.INPUTS)]
@@ -68,7 +69,7 @@ def _shorten(
 # OpenAI's
 
 
-def _not_empty(texts: list[Text]) -> list[Text]:
+def _check_texts(texts: list[Text]) -> list[Text]:
     if not all(texts):
         raise ValueError(
             "each text must have at least one character; leave empty texts out"
@@ -82,7 +83,7 @@ class EmbeddingsBody(Loading):
     limit: ClassVar[int] = limits.BODY_BYTES
 
     model: Name
-    input: Annotated[Texts, AfterValidator(_not_empty)]
+    input: Annotated[Texts, AfterValidator(_check_texts)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[Whole, Field(ge=1, le=1 << 20)] = 0  # 0: all dimensions
     truncate: bool = False
@@ -171,8 +172,8 @@ async def _compute(
     **options: bool,
 ) -> tuple[Embeddings, int]:
     """Returns the vectors of texts, and the time that finding and loading the model
-    took, in nanoseconds. `options` are keywords of `Calls.embed`. Raises HttpError 404
-    if there is no such model, and the errors of `Calls.embed`."""
+    took, in nanoseconds. `options` are fields of the call "embed". Raises HttpError 404
+    if there is no such model, and the errors of `moegguf.generate.embedding.embed`."""
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model)
     found_ns = body.age_ns
@@ -181,18 +182,20 @@ async def _compute(
 
 
 async def _embed_texts(
-    state: State, model: Any, body: Loading, texts: list[Any], **options: bool
+    state: State, model: Any, body: Loading, texts: list[Any], **options: Any
 ) -> tuple[Embeddings, float]:
     """Returns the vectors of texts, and the time that loading the model took, in
     seconds (0 if it was already loaded). `model` is a name or an entry, and `options`
-    are keywords of `Calls.embed`. If there are no texts, the model is only loaded."""
+    are fields of the call "embed". If there are no texts, the model is only loaded."""
     async with state.manager.lease(
         model, body.overrides(), body.keep_alive_s()
     ) as lease:
         num_ctx = sampling_of(lease.entry, body.options).num_ctx
         if not texts:
             return Embeddings([], 0), lease.load_s
-        return await lease.embed(texts, num_ctx=num_ctx, **options), lease.load_s
+        options |= {"inputs": texts, "num_ctx": num_ctx}
+        found = await lease.value("embed", client_key=current_owner.get(), **options)
+        return found, lease.load_s
 
 
 # llama-server's
@@ -204,7 +207,7 @@ class _NativeEmbeddingsBody(Loading):
     largest absolute value is NATIVE_MOST."""
 
     model: SelectedName = ""
-    input: Annotated[Texts, AfterValidator(_not_empty)] = Field(
+    input: Annotated[Texts, AfterValidator(_check_texts)] = Field(
         validation_alias=AliasChoices("input", "content")
     )
     embd_normalize: Annotated[Whole, Field(ge=-1, le=1 << 20)] = 2
@@ -260,10 +263,9 @@ async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
     async with request.app.state.manager.lease(
         model, body.overrides(), body.keep_alive_s()
     ) as lease:
-        found, name = (
-            await lease.rank(body.query, texts),
-            body.model or lease.entry.name,
-        )
+        fields = {"query": body.query, "documents": texts}
+        found = await lease.value("rank", client_key=current_owner.get(), **fields)
+        name = body.model or lease.entry.name
     scores = {i: vector[0] for i, vector in enumerate(found.vectors)}
     best = sorted(scores, key=lambda i: -scores[i])[: body.top_n]
     if not body.documents:

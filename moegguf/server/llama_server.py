@@ -26,7 +26,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moegguf.generate.request import Delta, Request, Sampling
+from moegguf.generate.request import AnswerSummary, Delta, Event, Request, Sampling
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.package import __version__
@@ -67,9 +67,8 @@ from moegguf.server.common.replies import (
     present,
 )
 from moegguf.server.openai import chat
-from moegguf.server.openai.completions import fields_of
 from moegguf.serving.clients import current_owner
-from moegguf.serving.events import Done, Event, LoadedModel
+from moegguf.serving.events import LoadedModel
 from moegguf.serving.lease import Lease
 from moegguf.settings import data_folder
 
@@ -196,7 +195,10 @@ async def _change_slot(request: HttpRequest) -> Response:
     async def work() -> Json:
         start_s = time.perf_counter()
         async with state.manager.lease(model) as lease:
-            counts = await lease.slot(action, int(slot), **files)
+            owner = current_owner.get()
+            counts = await lease.value(
+                "slot", action=action, slot=int(slot), owner=owner, **files
+            )
         reply: Json = {"id_slot": int(slot), **counts}
         if action != "erase":
             work_ms = (time.perf_counter() - start_s) * 1e3
@@ -247,9 +249,9 @@ async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
     `parse_special` (default: true) converts the names of special tokens in the text to
     these tokens."""
     async with _shared_lease(request, body.model) as lease:
-        tokens = await lease.tokenize(
-            body.content, special=body.parse_special, add_special=body.add_special
-        )
+        tokens = await lease.value(
+            "tokenize", text=body.content, special=body.parse_special, add_special=body.add_special,
+        )  # fmt: skip
         if not body.with_pieces:
             return {"tokens": tokens}
         pieces = await lease.pieces(tokens)
@@ -277,7 +279,7 @@ class _DetokenizeBody(Body):
 
 async def _detokenize(request: HttpRequest, body: _DetokenizeBody) -> Json:
     async with _shared_lease(request, body.model) as lease:
-        text = await lease.detokenize(body.tokens)
+        text = await lease.value("detokenize", prompt=body.tokens)
     return {"content": text, "prompt": text}
 
 
@@ -295,7 +297,9 @@ async def _tokenizer_info(request: HttpRequest) -> Response:
             for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
                 token = known.metadata.get(f"tokenizer.ggml.{key}_token_id")
                 info[f"{kind}_token"] = (
-                    None if token is None else await lease.detokenize([token])
+                    None
+                    if token is None
+                    else await lease.value("detokenize", prompt=[token])
                 )
         return info
 
@@ -340,6 +344,7 @@ class _NativeBody(chat.GenerationBody):
     """
 
     limit = limits.BODY_BYTES
+    operation = "generate"
 
     model: SelectedName = ""
     # maximum number of tokens; -1, -2: no maximum; 0: only evaluates the prompt; None:
@@ -380,9 +385,7 @@ class _NativeCompletionBody(_NativeBody):
     prompt: Texts
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        base = self.native_request(entry)
-        requests = (replace(base, **fields_of(prompt)) for prompt in self.prompt)
-        return [each for request in requests for each in self.repeated(request)]
+        return self.for_prompts(self.native_request(entry), self.prompt)
 
 
 class _ExtraFile(Body):
@@ -423,9 +426,11 @@ class _NativeReply(Reply):
     async def prepare(self, lease: Lease) -> None:
         for i, request in enumerate(self.requests):
             if request.context:
-                self._prompts[i] = await lease.detokenize(request.context)
+                self._prompts[i] = await lease.value(
+                    "detokenize", prompt=request.context
+                )
         for text, bias in self.requests[0].sampling.text_bias:
-            for token in await lease.tokenize(text, special=False):
+            for token in await lease.value("tokenize", text=text, special=False):
                 self._biases[token] = self._biases.get(token, 0.0) + bias
 
     def lines(self, event: Event) -> bytes:
@@ -436,15 +441,15 @@ class _NativeReply(Reply):
                     event.text, tokens=list(event.tokens), **self._chances(event)
                 )
             )
-        if isinstance(event, Done):
+        if isinstance(event, AnswerSummary):
             return event_line(self._end("", event))
         progress = self._part("", prompt_progress=chat.prompt_progress(event))
         return event_line(progress) if self.body.return_progress else b""
 
-    def add(self, delta: Delta, done: Done) -> None:
+    def add(self, delta: Delta, summary: AnswerSummary) -> None:
         self._has_line = "\n" in delta.text
         self._answers.append(
-            self._end(delta.text, done, delta.tokens) | self._chances(delta)
+            self._end(delta.text, summary, delta.tokens) | self._chances(delta)
         )
 
     def whole(self) -> Any:
@@ -467,8 +472,9 @@ class _NativeReply(Reply):
             "completion_probabilities": logprob_objects(delta.logprobs, with_ids=True)
         }
 
-    def _end(self, content: str, done: Done, tokens: Sequence[int] = ()) -> Json:
-        summary = done.summary
+    def _end(
+        self, content: str, summary: AnswerSummary, tokens: Sequence[int] = ()
+    ) -> Json:
         sampling = self.requests[self._index].sampling
         settings = {
             **_sampling_object(sampling),

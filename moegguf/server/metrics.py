@@ -21,8 +21,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moegguf.engine.stats import Stats
-from moegguf.generate.request import AnswerSummary
-from moegguf.serving.events import Done, Event, LoadedModel
+from moegguf.generate.request import AnswerSummary, Event
+from moegguf.serving.events import LoadedModel
 
 if TYPE_CHECKING:
     from prometheus_client import Metric  # a slow import, which only a scrape needs
@@ -306,11 +306,11 @@ def exposition(totals: Totals, loaded: Iterable[LoadedModel]) -> str:
 
 
 def record(state: State, model: str, event: Event) -> None:
-    """Counts an answer if `event` is `Done`, and then also updates the statistics of
+    """Counts an answer if `event` is `AnswerSummary`, and then also updates the statistics of
     all loaded models, since a model may be unloaded before the next scrape. Ignores
     other events. `state` is the application's state."""
-    if isinstance(event, Done):
-        state.totals.add(model, event.summary)
+    if isinstance(event, AnswerSummary):
+        state.totals.add(model, event)
         state.totals.update(state.manager.loaded())
 
 

@@ -1,9 +1,5 @@
-"""Defines plain data: load options, the events of an answer, the state of loaded
-models, and snapshots of their experts.
-
-The events of an answer are `PromptProgress` and `Delta` of `moegguf.generate.request`,
-and one `Done` at the end.
-"""
+"""Defines plain data: load options, the state of loaded models, and snapshots of their
+experts."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 from moegguf.engine.stats import Stats
-from moegguf.generate.request import AnswerSummary, Delta, PromptProgress
 from moegguf.options import BUDGETS, load_options_of
 
 LoadOverrides = Mapping[str, Any]
@@ -31,21 +26,6 @@ def load_overrides(parameters: Mapping[str, Any]) -> LoadOverrides:
         for name, value in load_options_of(parameters).items()
         if name != "n_gpu_layers"
     }
-
-
-@dataclass(frozen=True)
-class Done:
-    """The last event of an answer."""
-
-    summary: AnswerSummary
-    # Duration in seconds of the load that the request waited for; 0: the model was
-    # loaded.
-    load_s: float
-    # Value of `Llama.decisions()` that the worker last sent.
-    decisions: Mapping[str, Any] = field(default_factory=dict)
-
-
-Event = PromptProgress | Delta | Done
 
 
 @dataclass(frozen=True)

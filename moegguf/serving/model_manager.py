@@ -63,15 +63,14 @@ from moegguf.serving.events import (
     Snapshot,
     load_overrides,
 )
-from moegguf.serving.lease import (
-    Lease,
+from moegguf.serving.lease import Lease
+from moegguf.serving.managed_model import (
     LeaseRequest,
     ManagedModel,
     files_key,
     process_key,
 )
 from moegguf.serving.memory_budget import RAM
-from moegguf.serving.wire import build
 from moegguf.serving.worker_process import CLOSE_GRACE_S, Workers, ignore
 from moegguf.settings import Settings
 
@@ -175,16 +174,9 @@ class ModelManager:
         BudgetError, OptionError, AllocationError or WorkerError.
         """
 
-        async def acquire() -> LeaseRequest:
-            entry = await self._find(name)
-            default_s = (
-                math.inf if entry.name in self.kept else self.settings.keep_alive_s
-            )
-            idle_s = default_s if keep_alive_s is None else keep_alive_s
-            return await self._acquire(
-                LeaseRequest(entry, overrides, idle_s, will_answer)
-            )
-
+        acquire = functools.partial(
+            self._acquire, name, overrides, keep_alive_s, will_answer
+        )
         return Lease(acquire, self._release)
 
     async def load(
@@ -275,12 +267,9 @@ class ModelManager:
         for model in ready:
             with suppress(MoeggufError):  # the process may end before it replies
                 assert model.process is not None
-                snapshot = build(
-                    Snapshot,
-                    await model.process.request(
-                        "experts", watch_s=watch_s, client_key=client_key
-                    ).value(),
-                )
+                snapshot = await model.process.call(
+                    "experts", watch_s=watch_s, client_key=client_key
+                ).value()
                 found.append(
                     replace(snapshot, model=entry.name if entry else model.name)
                 )
@@ -309,12 +298,24 @@ class ModelManager:
     def _waiting(self) -> list[LeaseRequest]:
         return [request for model in self._models.values() for request in model.waiting]
 
-    async def _acquire(self, request: LeaseRequest) -> LeaseRequest:
-        """Waits until `request` may use its model, and returns `request`. The caller
-        must call `_release` after the use. Raises BusyError and the errors of
-        loading."""
+    async def _acquire(
+        self,
+        name: str | ModelEntry,
+        overrides: LoadOverrides,
+        keep_alive_s: float | None,
+        will_answer: bool,
+    ) -> LeaseRequest:
+        """Returns a new request when it may use its model. `lease` describes the
+        arguments. The caller must call `_release` after the use. Raises BusyError and the
+        errors of loading."""
+        entry = await self._find(name)
         if self._closed:
             raise _shutting_down()
+        if keep_alive_s is None:
+            keep_alive_s = (
+                math.inf if entry.name in self.kept else self.settings.keep_alive_s
+            )
+        request = LeaseRequest(entry, overrides, keep_alive_s, will_answer)
         request.overrides = self._remembered(request)
         key = process_key(request.entry, request.overrides)
         model = self._models.get(key)
@@ -435,7 +436,7 @@ class ModelManager:
         model.set_budgets({tier: max(before[tier], wanted[tier]) for tier in wanted})
         now = wanted
         try:
-            await process.request(
+            await process.call(
                 "budget", **{BUDGETS[tier]: n_bytes for tier, n_bytes in wanted.items()}
             ).value()
         except MoeggufError:

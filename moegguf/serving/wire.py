@@ -9,15 +9,19 @@ not start processes or load models.
 Messages to the worker, each with an id:
 - load (config, a `LoadConfig`) is the first message. Its value is a `Ready`.
 - generate (request, stream), embed (inputs, truncate, normalize, num_ctx, client_key), rank (query, documents,
-  client_key), tokenize (text, special, add_special), pieces (tokens), count (request), render (request)
+  client_key), tokenize (text, special, add_special), pieces (tokens), detokenize (prompt), count (request), render
+  (request)
 - slot (action, slot, owner, path, most_bytes), budget ({option of a budget: bytes})
 - experts (watch_s, client_key; None: counts the requests of all clients)
 - cancel has the id of the message to cancel.
 
 Messages from the worker:
-- event (id, and the event under its class name)
+- event (id, event)
 - end (id, value or error; also stats and decisions if the model is loaded)
 - warning (text), decision (fields)
+
+An event, or a value whose class is in `SENT`, is a field that has the name of its
+class. Any other value is the field `value`.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from typing import Any, TypeVar
 
 import moegguf.errors
 from moegguf.errors import MoeggufError, OptionError, WorkerError
-from moegguf.generate.request import Delta, PromptProgress
+from moegguf.generate.request import AnswerSummary, Delta, Embeddings, PromptProgress
+from moegguf.serving.events import Snapshot
 
 # A prompt of 8 MiB can grow to 48 MiB as JSON escapes, and the vectors of 8,000 texts
 # can need 87 MiB.
@@ -44,7 +49,7 @@ Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadProgress:
     """An event during a load: the share of the model that has been read so far."""
 
     share: float  # 0 to 1
@@ -60,7 +65,13 @@ class Ready:
     n_parallel: int = 1  # maximum number of requests that the worker answers at once
 
 
-EVENTS = {kind.__name__: kind for kind in (Loading, Delta, PromptProgress)}
+SENT: Mapping[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        LoadProgress, Ready, PromptProgress, Delta, AnswerSummary, Embeddings, Snapshot,
+    )
+}  # fmt: skip
+"""{name of a class: class of events and values that a worker sends}"""
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -157,6 +168,21 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         # JSON keys are strings.
         return lambda items: {int(name): item for name, item in items.items()}
     return lambda item: item
+
+
+def named(value: Any) -> Message:
+    """Returns an event or a value as the field of a message."""
+    name = type(value).__name__
+    return {name if name in SENT else "value": value}
+
+
+def build_named(message: Message) -> Any:
+    """Rebuilds the event or the value in a message of a worker. Raises WorkerError if
+    the conversion fails, and KeyError for a message without a value."""
+    for name, item in message.items():
+        if name in SENT:
+            return build(SENT[name], item)
+    return message["value"]
 
 
 def encode_error(error: BaseException) -> Message:

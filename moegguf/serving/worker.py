@@ -114,14 +114,14 @@ class Events:
 
     def __post_init__(self) -> None:
         self._pending: list[Delta] = []
-        self._delta_is_due = every(DELTA_S, -math.inf, self.clock)
-        self._progress_is_due = every(PROGRESS_S, self.clock(), self.clock)
+        self._tick_delta = every(DELTA_S, -math.inf, self.clock)
+        self._tick_progress = every(PROGRESS_S, self.clock(), self.clock)
 
     def on_progress(self, progress: PromptProgress) -> None:
         """Sends the progress of a prompt if `stream` is set, at most once in
         PROGRESS_S. The end of the prompt is always sent."""
         if self.stream and (
-            self._progress_is_due() or progress.n_done == progress.n_tokens
+            self._tick_progress() or progress.n_done == progress.n_tokens
         ):
             self.send(progress)
 
@@ -129,7 +129,7 @@ class Events:
         """Sends pending deltas and this one. Without `stream`, or if less than DELTA_S
         has passed since the last message, keeps the delta for later."""
         self._pending.append(delta)
-        if self.stream and self._delta_is_due():
+        if self.stream and self._tick_delta():
             self._flush()
 
     def on_end(self, summary: AnswerSummary, error: Exception | None) -> None:
@@ -151,7 +151,7 @@ def every(
     """Returns a function that returns True at most once per interval. `last_s`: the
     time from which the first interval is counted."""
 
-    def is_due() -> bool:
+    def tick() -> bool:
         nonlocal last_s
         now_s = clock()
         if now_s - last_s < interval_s:
@@ -159,16 +159,31 @@ def every(
         last_s = now_s
         return True
 
-    return is_due
+    return tick
 
 
-def _tokenize(llm: Llama, text: str, special: bool, add_special: bool) -> list[int]:
+def _tokenize(
+    llm: Llama, text: str, special: bool = True, add_special: bool = False
+) -> list[int]:
+    """Returns the tokens of a string. `special`: True to recognize names of special
+    tokens. `add_special`: True to add the tokens that the model puts around a text,
+    such as BOS and EOS."""
     return llm.tokenize(to_utf8(text), add_bos=add_special, special=special)
 
 
 def _pieces(llm: Llama, tokens: list[int]) -> list[bytes]:
+    """Returns the bytes of each token. The bytes of a special token are its name."""
     llm.vocabulary.check(tokens)
     return [llm.vocabulary.piece(token, special=True) for token in tokens]
+
+
+def _detokenize(llm: Llama, prompt: list[int | str]) -> str:
+    """Returns the text of a list of tokens and strings, joined. Invalid UTF-8 is
+    replaced by U+FFFD."""
+    return b"".join(
+        to_utf8(each) if isinstance(each, str) else _pieces(llm, [each])[0]
+        for each in prompt
+    ).decode(errors="replace")
 
 
 def _learn_forms(path: str) -> None:
@@ -184,8 +199,8 @@ def _learn_forms(path: str) -> None:
 
 
 VALUES: Mapping[str, Callable[..., Any]] = {
-    "tokenize": _tokenize, "pieces": _pieces, "count": count_prompt, "render": render_prompt,
-    "budget": Llama.set_budget, "embed": embed, "rank": rank,
+    "tokenize": _tokenize, "pieces": _pieces, "detokenize": _detokenize, "count": count_prompt,
+    "render": render_prompt, "budget": Llama.set_budget, "embed": embed, "rank": rank,
 }  # fmt: skip
 """{kind of a message: function that computes the value of the reply from the model and
 the message's other fields}"""
@@ -275,7 +290,14 @@ class Worker:
                 work = self._work.get(number)
             if work is not None:
                 self._answers.cancel(work)
-        elif kind == "generate":
+            return
+        try:
+            if "request" in message:
+                message["request"] = wire.build(Request, message["request"])
+        except MoeggufError as error:
+            self._end(number, None, error)
+            return
+        if kind == "generate":
             self._generate(number, **message)
         elif kind in COMPUTED:
             client_key = message.pop("client_key", "")
@@ -294,22 +316,16 @@ class Worker:
         else:
             self._replies.submit(self._reply, number, kind, message)
 
-    def _generate(self, number: int, request: wire.Message, stream: bool) -> None:
-        """Submits a request to the loop that generates answers. An invalid request ends
-        with an error."""
+    def _generate(self, number: int, request: Request, stream: bool) -> None:
+        """Submits a request to the loop that generates answers."""
 
         def send(event: Delta | PromptProgress) -> None:
-            self._send("event", id=number, **{type(event).__name__: event})
+            self._send("event", id=number, **wire.named(event))
 
         events = Events(stream, send, functools.partial(self._end, number))
-        try:
-            # `_end` waits for this lock, so the answer is in `_work` before it ends.
-            with self._work_lock:
-                self._work[number] = self._answers.submit(
-                    wire.build(Request, request), events
-                )
-        except MoeggufError as error:
-            self._end(number, None, error)
+        # `_end` waits for this lock, so the answer is in `_work` before it ends.
+        with self._work_lock:
+            self._work[number] = self._answers.submit(request, events)
 
     def _experts(self, watch_s: float, client_key: str | None = None) -> Snapshot:
         """Returns a snapshot of the experts, with the uses of one client or (None) of
@@ -348,11 +364,11 @@ class Worker:
     def _load(self, message: wire.Message) -> bool:
         """Loads the model that the message names, and replies. Returns False if the
         load has failed with a MoeggufError. Raises other errors after the reply."""
-        is_due, number = every(PROGRESS_S, -math.inf), message["id"]
+        tick, number = every(PROGRESS_S, -math.inf), message["id"]
 
         def on_progress(share: float) -> bool:
-            if not self._closing and (is_due() or share == 1):
-                self._send("event", id=number, Loading=wire.Loading(share))
+            if not self._closing and (tick() or share == 1):
+                self._send("event", id=number, LoadProgress=wire.LoadProgress(share))
             return not self._closing
 
         try:
@@ -393,8 +409,6 @@ class Worker:
         value: Any = None
         failure = None
         try:
-            if "request" in fields:
-                fields["request"] = wire.build(Request, fields["request"])
             if kind == "experts":
                 value = self._experts(**fields)
             elif kind == "slot":
@@ -411,7 +425,7 @@ class Worker:
         if error is not None and not isinstance(error, MoeggufError):
             traceback.print_exception(error)
         outcome = (
-            {"value": value} if error is None else {"error": wire.encode_error(error)}
+            wire.named(value) if error is None else {"error": wire.encode_error(error)}
         )
         with self._work_lock:
             self._work.pop(request_id, None)

@@ -1,10 +1,10 @@
 """The server's side of one worker process: start, load, requests, exit. Runs on one
 event loop.
 
-Every request ends: with the worker's reply, or with a WorkerError when the process
-exits. Cancelling a request returns immediately. A worker that does not stop a cancelled
-request in time (`cancel_grace_s`) is killed, but not while it also answers requests
-that are not cancelled. model_manager.py decides which requests are sent.
+Every call ends: with the worker's reply, or with a WorkerError when the process exits.
+Cancelling a call returns immediately. A worker that does not stop a cancelled call in
+time (`cancel_grace_s`) is killed, but not while it also has calls that are not
+cancelled. model_manager.py decides which requests are sent.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def ignore(*_: object) -> None:
     """Does nothing."""
 
 
-class SentRequest:
-    """A request that was sent to a worker, and its events. Calls `on_end` once, when
-    `ended` becomes True."""
+class Call:
+    """A message that was sent to a worker, and the events of its reply. Calls `on_end` once with
+    the value or the error, when `ended` becomes True."""
 
     def __init__(
-        self, process: WorkerProcess, number: int, on_end: Callable[[], object]
+        self, process: WorkerProcess, number: int, on_end: Callable[[Any], object]
     ) -> None:
         self.ended = self.cancelled = False
         self._process = process
@@ -69,7 +69,7 @@ class SentRequest:
         self._kill_timer: asyncio.TimerHandle | None = None
 
     async def events(self) -> AsyncGenerator[Any]:
-        """Yields the events of the request in order, then its value. Raises the
+        """Yields the events of the call in order, then its value. Raises the
         worker's error, or WorkerError if the process fails."""
         while True:
             kind, value = await self._events.get()
@@ -79,17 +79,17 @@ class SentRequest:
             if kind == "error":
                 raise value
             yield value
-            if kind == "value":
+            if kind == "end":
                 return
 
     async def value(self) -> Any:
-        """Returns the value of the request. Raises the worker's error, or WorkerError
+        """Returns the value of the call. Raises the worker's error, or WorkerError
         if the process fails."""
         return [event async for event in self.events()][-1]
 
     def cancel(self) -> None:
-        """Cancels the request, and later kills the worker if it does not stop. Has no
-        effect if the request has ended."""
+        """Cancels the call, and later kills the worker if it does not stop. Has no
+        effect if the call has ended."""
         if not (self.ended or self.cancelled):
             self.cancelled = True
             self._process.send("cancel", id=self._number)
@@ -100,23 +100,23 @@ class SentRequest:
         self._kill_timer = later(self._process.cancel_grace_s, self._kill)
 
     def _kill(self) -> None:
-        """Kills a process that has not stopped this request. Tries again later if the
-        process has requests that are not cancelled, since one of them may be in a long
+        """Kills a process that has not stopped this call. Tries again later if the
+        process has calls that are not cancelled, since one of them may be in a long
         pass."""
-        if all(request.cancelled for request in self._process.requests.values()):
+        if all(call.cancelled for call in self._process.calls.values()):
             self._process.kill("it did not stop after a cancel")
         else:
             self._kill_later()
 
     def put(self, kind: str, value: Any) -> None:
-        """Adds an event (`kind` is "event"), or ends the request with its value
-        ("value") or error ("error")."""
+        """Adds an event (`kind` is "event"), or ends the call with its value
+        ("end") or error ("error")."""
         self._events.put_nowait((kind, value))
         if kind != "event":
             if self._kill_timer is not None:
                 self._kill_timer.cancel()
             self.ended = True
-            self._on_end()
+            self._on_end(value)
 
 
 def failure_line(text: str) -> str:
@@ -144,7 +144,7 @@ class WorkerProcess:
         self, echo_stderr: bool = False, cancel_grace_s: float = CANCEL_GRACE_S
     ) -> None:
         self._echo_stderr = echo_stderr
-        # Seconds within which a cancelled request must end.
+        # Seconds within which a cancelled call must end.
         self.cancel_grace_s = cancel_grace_s
         # Called with each warning of the process, as one line.
         self.on_warning: Callable[[str], object] = log.warning
@@ -157,9 +157,9 @@ class WorkerProcess:
         self.exited: asyncio.Future[WorkerError] = (
             asyncio.get_running_loop().create_future()
         )
-        # Called after the exit, before the requests get the error.
+        # Called after the exit, before the calls get the error.
         self.on_exit: Callable[[], None] = ignore
-        self.requests: dict[int, SentRequest] = {}  # {id: unfinished request}
+        self.calls: dict[int, Call] = {}  # {id: unfinished call}
         self._last_id = 0
         self._kill_reason = ""
         self._stderr_tail = bytearray()
@@ -218,14 +218,14 @@ class WorkerProcess:
         read so far. Raises the errors of loading, and WorkerError if the process exits.
         Kills the process and raises WorkerError after `stall_s` seconds without
         progress."""
-        events = self.request("load", config=config).events()
+        events = self.call("load", config=config).events()
         try:
             while True:
                 event = await asyncio.wait_for(
                     anext(events), None if stall_s == math.inf else stall_s
                 )
-                if not isinstance(event, wire.Loading):
-                    return wire.build(wire.Ready, event)
+                if isinstance(event, wire.Ready):
+                    return event
                 on_progress(event.share)
         except TimeoutError:
             self.kill("")
@@ -234,17 +234,17 @@ class WorkerProcess:
                 " MOEGGUF_LOAD_TIMEOUT to a longer time."
             ) from None
 
-    def request(
-        self, kind: str, on_end: Callable[[], None] = ignore, **fields: Any
-    ) -> SentRequest:
-        """Sends a request. Raises OptionError if the request cannot be encoded, and
+    def call(
+        self, kind: str, on_end: Callable[[Any], object] = ignore, **fields: Any
+    ) -> Call:
+        """Sends a message. Raises OptionError if the message cannot be encoded, and
         WorkerError if the process has ended."""
         if self.exited.done():
             raise self.exited.result()
         number = self._last_id = self._last_id + 1
         self._writer.write(wire.encode({"kind": kind, "id": number, **fields}))
-        request = self.requests[number] = SentRequest(self, number, on_end)
-        return request
+        call = self.calls[number] = Call(self, number, on_end)
+        return call
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message that has no reply. Does nothing if the process has ended."""
@@ -252,7 +252,7 @@ class WorkerProcess:
             self._writer.write(wire.encode({"kind": kind, **fields}))
 
     def kill(self, reason: str) -> None:
-        """Kills the process. Its pending requests fail with an error that contains the
+        """Kills the process. Its pending calls fail with an error that contains the
         `reason` of the first kill, unless the process has reported a failed device."""
         if not self.exited.done():
             self._kill_reason = self._kill_reason or reason
@@ -292,22 +292,18 @@ class WorkerProcess:
                 wire.build(Stats, message["stats"]),
                 message["decisions"],
             )
-        request = self.requests.get(message["id"])
+        call = self.calls.get(message["id"])
         if kind == "end":
-            self.requests.pop(message["id"], None)
-        if request is None:
+            self.calls.pop(message["id"], None)
+        if call is None:
             return
         if "error" in message:
-            request.put("error", wire.build_error(message["error"]))
-        elif kind == "end":
-            request.put("value", message["value"])
+            call.put("error", wire.build_error(message["error"]))
         else:
-            for name, event in wire.EVENTS.items():
-                if name in message:
-                    request.put("event", wire.build(event, message[name]))
+            call.put(kind, wire.build_named(message))
 
     async def _supervise(self, reader: asyncio.StreamReader) -> None:
-        """Waits for the process to exit, then ends all its requests with an error.
+        """Waits for the process to exit, then ends all its calls with an error.
         Kills a process that closes its socket but does not exit."""
         reading = asyncio.ensure_future(self._read_stderr())
         lost, exited = (
@@ -352,9 +348,9 @@ class WorkerProcess:
             error = DeviceLostError(_LOST.format(lost))
         self.exited.set_result(error)
         self.on_exit()
-        requests, self.requests = self.requests, {}
-        for request in requests.values():
-            request.put("error", error)
+        calls, self.calls = self.calls, {}
+        for call in calls.values():
+            call.put("error", error)
 
 
 class Workers:

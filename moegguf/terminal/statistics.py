@@ -21,10 +21,7 @@ Lines = dict[str, str]  # {label: value}
 
 
 def statistics(
-    summary: AnswerSummary,
-    load_s: float,
-    decisions: Mapping[str, Any] | None = None,
-    predicted: Placement | None = None,
+    summary: AnswerSummary, load_s: float, predicted: Placement | None = None
 ) -> list[str]:
     """Returns the lines of statistics. In the lines about experts, the stall and the
     numbers per token cover only the answer; the other numbers include the prompt.
@@ -65,7 +62,7 @@ def statistics(
             read_bytes = round(stats.bytes_per_accepted_token)
             lines["read per token kept"] = format_bytes(read_bytes)
     lines |= expert_lines(summary.stats, summary.answer_stats)
-    lines |= policy_lines(decisions or {}, summary.stats)
+    lines |= policy_lines(summary.decisions, summary.stats)
     if predicted is not None:
         lines["placement"] = str(predicted)
         if (

@@ -32,17 +32,20 @@ from starlette.types import ASGIApp
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNotFoundError
-from moegguf.generate.embedding import Embeddings
-from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request
+from moegguf.generate.request import (
+    AnswerSummary,
+    Delta,
+    Embeddings,
+    Event,
+    PromptProgress,
+    Request,
+)
 from moegguf.models.catalog import demo_path
 from moegguf.models.entry import ModelEntry
 from moegguf.server.app import make_app
 from moegguf.server.serve import Protocol, QuietServer, listen
-from moegguf.serving.clients import current_owner
 from moegguf.serving.events import (
     NO_OVERRIDES,
-    Done,
-    Event,
     LoadedModel,
     LoadedName,
     LoadOverrides,
@@ -128,56 +131,48 @@ class FakeLease:
                 else:
                     await asyncio.sleep(0)
                     yield step
-            yield Done(self.manager.summary, self.load_s)
+            yield replace(self.manager.summary, load_s=self.load_s)
         finally:
             self.manager.n_running -= 1
             self.manager.n_ended += 1
 
-    async def embed(
-        self,
-        inputs: Sequence[Any],
-        *,
-        truncate: bool = True,
-        normalize: bool = True,
-        num_ctx: int | None = None,
-    ) -> Embeddings:
-        self.manager.embedded.append((list(inputs), truncate, normalize))
-        self.manager.num_ctx = num_ctx
-        return Embeddings(
-            vectors=np.array([[0.6, 0.8, 0.0]] * len(inputs), np.float32),
-            n_tokens=4 * len(inputs),
-        )
-
-    async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
-        return Embeddings(
-            [[len(query) + 0.5 * len(each)] for each in documents],
-            n_tokens=4 * len(documents),
-        )
-
-    async def tokenize(
-        self, text: str, *, special: bool = True, add_special: bool = False
-    ) -> list[int]:
-        return [*[1] * add_special, *text.encode(), *[2] * add_special]
-
-    async def value(self, kind: str, request: Request) -> Any:
-        self.manager.requests.append(request)
-        return {"count": 42, "render": "rendered"}[kind]
-
-    async def slot(self, action: str, slot: int, **fields: Any) -> dict[str, Any]:
-        self.manager.slots.append((action, slot, current_owner.get(), fields))
-        return {
-            "save": {"n_saved": 5, "n_written": 99},
-            "restore": {"n_restored": 5},
-            "erase": {"n_erased": 5},
-        }[action]
+    async def value(self, kind: str, **fields: Any) -> Any:
+        manager = self.manager
+        match kind:
+            case "count" | "render":
+                manager.requests.append(fields["request"])
+                return {"count": 42, "render": "rendered"}[kind]
+            case "embed":
+                inputs = list(fields["inputs"])
+                options = (fields["truncate"], fields.get("normalize", True))
+                manager.embedded.append((inputs, *options))
+                manager.num_ctx = fields["num_ctx"]
+                vectors = np.array([[0.6, 0.8, 0.0]] * len(inputs), np.float32)
+                return Embeddings(vectors=vectors, n_tokens=4 * len(inputs))
+            case "rank":
+                n_query, documents = len(fields["query"]), fields["documents"]
+                scores = [[n_query + 0.5 * len(each)] for each in documents]
+                return Embeddings(scores, n_tokens=4 * len(documents))
+            case "tokenize":
+                added = fields.get("add_special", False)
+                return [*[1] * added, *fields["text"].encode(), *[2] * added]
+            case "detokenize":
+                return "".join(
+                    each if isinstance(each, str) else chr(each % 128)
+                    for each in fields["prompt"]
+                )
+            case "slot":
+                action, slot, owner = map(fields.pop, ("action", "slot", "owner"))
+                manager.slots.append((action, slot, owner, fields))
+                return {
+                    "save": {"n_saved": 5, "n_written": 99},
+                    "restore": {"n_restored": 5},
+                    "erase": {"n_erased": 5},
+                }[action]
+        raise ValueError(kind)
 
     async def pieces(self, tokens: Sequence[int]) -> list[bytes]:
         return [bytes([token % 256]) for token in tokens]
-
-    async def detokenize(self, prompt: Sequence[int | str]) -> str:
-        return "".join(
-            each if isinstance(each, str) else chr(each % 128) for each in prompt
-        )
 
 
 class FakeManager:

@@ -38,7 +38,7 @@ from moegguf.gguf.experts import read_layout
 from moegguf.models.catalog import Catalog
 from moegguf.models.recipe import Recipe, parse
 from moegguf.native.store import StoreOptions
-from moegguf.serving.lease import process_key
+from moegguf.serving.managed_model import process_key
 from moegguf.serving.memory_budget import measure
 from moegguf.settings import read_settings
 

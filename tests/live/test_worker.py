@@ -31,7 +31,6 @@ from moegguf.errors import (
     OptionError,
     WorkerError,
 )
-from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import (
     AnswerSummary,
     Delta,
@@ -82,18 +81,14 @@ async def answer_of(
     process: WorkerProcess, request: Request, stream: bool = True
 ) -> tuple[str, AnswerSummary, int]:
     """Returns the text, the summary and the number of deltas of an answer."""
-    *deltas, last = [
+    *deltas, summary = [
         event
-        async for event in process.request(
+        async for event in process.call(
             "generate", request=request, stream=stream
         ).events()
     ]
     deltas = [delta for delta in deltas if isinstance(delta, Delta)]
-    return (
-        "".join(delta.text for delta in deltas),
-        build(AnswerSummary, last),
-        len(deltas),
-    )
+    return ("".join(delta.text for delta in deltas), summary, len(deltas))
 
 
 async def test_a_worker_gives_the_answer_of_the_model_in_process(
@@ -145,13 +140,13 @@ async def test_an_invalid_message_is_named_in_brackets_without_its_full_stop() -
 
 async def test_cancel_ends_an_answer_of_the_worker(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
-        request = process.request("generate", request=ENDLESS, stream=True)
+        request = process.call("generate", request=ENDLESS, stream=True)
         events = request.events()
         assert isinstance(await anext(events), PromptProgress) and isinstance(
             await anext(events), Delta
         )
         request.cancel()
-        summary = build(AnswerSummary, [event async for event in events][-1])
+        summary = [event async for event in events][-1]
         assert summary.finish == "cancelled" and summary.answer_tokens < 200
         assert (await answer_of(process, REQUEST))[1].finish == "length"
 
@@ -184,7 +179,7 @@ async def test_contexts_are_reused_by_their_owner_only(
             assert await reuses("ann", text) and await reuses("bob", text)
         assert await reuse_together(f"a{text}", "ann", "bob") == 0
         assert await reuse_together(f"b{text}", "ann", "ann") == 1
-        await process.request(
+        await process.call(
             "embed", inputs=[f"c{text}"], truncate=True, normalize=True
         ).value()
         assert await reuse_together(f"c{text}", "ann", "") == 0
@@ -197,20 +192,20 @@ async def test_tokenize_and_pieces_reply_during_an_answer(
         "ein Wörtchen".encode(), add_bos=True, special=True
     )
     async with worker_of(tiny()) as process:
-        running = process.request("generate", request=ENDLESS, stream=True)
+        running = process.call("generate", request=ENDLESS, stream=True)
         whole, bare = (
             {"special": True, "add_special": True},
             {"special": False, "add_special": False},
         )
-        tokens = await process.request("tokenize", text="ein Wörtchen", **whole).value()
+        tokens = await process.call("tokenize", text="ein Wörtchen", **whole).value()
         assert tokens == expected and not running.ended
-        inner = await process.request("tokenize", text="ein Wörtchen", **bare).value()
+        inner = await process.call("tokenize", text="ein Wörtchen", **bare).value()
         pieces = build(
-            tuple[bytes, ...], await process.request("pieces", tokens=inner).value()
+            tuple[bytes, ...], await process.call("pieces", tokens=inner).value()
         )
         assert b"".join(pieces) == "ein Wörtchen".encode()
         with pytest.raises(OptionError):
-            await process.request("pieces", tokens=[1 << 30]).value()
+            await process.call("pieces", tokens=[1 << 30]).value()
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -229,11 +224,9 @@ async def test_count_also_replies_for_prompts_longer_than_the_context(
     tiny: TinyModel,
 ) -> None:
     async with worker_of(tiny()) as process:
-        few = await process.request("count", request=request_of("word")).value()
+        few = await process.call("count", request=request_of("word")).value()
         once, twice = [
-            await process.request(
-                "count", request=request_of("word " * 3000 * n)
-            ).value()
+            await process.call("count", request=request_of("word " * 3000 * n)).value()
             for n in (1, 2)
         ]
         assert 3000 < once < twice - 3000
@@ -262,12 +255,10 @@ async def test_a_missing_or_damaged_file_raises_a_typed_error(
 async def experts_of(
     process: WorkerProcess, watch_s: float, client_key: str | None = None
 ) -> Snapshot:
-    return build(
-        Snapshot,
-        await process.request(
-            "experts", watch_s=watch_s, client_key=client_key
-        ).value(),
-    )
+    found: Snapshot = await process.call(
+        "experts", watch_s=watch_s, client_key=client_key
+    ).value()
+    return found
 
 
 async def test_snapshots_add_up_and_count_uses_only_while_watched(
@@ -328,7 +319,7 @@ async def test_snapshots_of_a_client_show_its_own_requests_only(
         assert all(each.any() for each in anns) and not any(each.any() for each in bobs)
         assert (anns[1] == all_[1]).all(), "nobody else has used any"
         await answer_of(process, of("bob", "another thing"))
-        await process.request(
+        await process.call(
             "generate", request=of("bob", "and again"), stream=False
         ).value()
         again, bobs, all_ = [
@@ -341,9 +332,7 @@ async def test_snapshots_of_a_client_show_its_own_requests_only(
         assert (again[1] + bobs[1] == all_[1]).all() and (bobs[0] <= all_[0]).all()
         assert not bobs[2][bobs[1] == 0].any() and not bobs[0][bobs[1] == 0].any()
         both = [
-            process.request(
-                "generate", request=of(client_key, client_key), stream=False
-            )
+            process.call("generate", request=of(client_key, client_key), stream=False)
             for client_key in ("ann", "bob")
         ]
         for request in both:
@@ -361,7 +350,7 @@ async def test_a_worker_ignores_sigint_and_sigterm_raises_worker_error(
     async with worker_of(tiny()) as process:
         os.kill(process.pid, signal.SIGINT)
         assert (await answer_of(process, REQUEST))[0]
-        running = process.request("generate", request=ENDLESS, stream=True)
+        running = process.call("generate", request=ENDLESS, stream=True)
         os.kill(process.pid, signal.SIGTERM)
         with pytest.raises(WorkerError, match="SIGTERM"):
             await running.value()
@@ -371,7 +360,7 @@ async def test_a_worker_exits_at_the_end_of_its_socket_during_an_answer(
     tiny: TinyModel,
 ) -> None:
     async with worker_of(tiny()) as process:
-        running = process.request("generate", request=ENDLESS, stream=True)
+        running = process.call("generate", request=ENDLESS, stream=True)
         assert isinstance(await anext(running.events()), PromptProgress)
         await process.close()
         assert process._child.returncode == 0
@@ -386,22 +375,20 @@ async def test_a_worker_answers_several_requests_together(tiny: TinyModel) -> No
         )
         bad = Request(prompt="a", sampling=Sampling(logit_bias={1 << 20: 1.0}))
         running = [
-            process.request("generate", request=ENDLESS, stream=True) for _ in range(3)
+            process.call("generate", request=ENDLESS, stream=True) for _ in range(3)
         ]
         with pytest.raises(OptionError):
-            await process.request("generate", request=bad, stream=False).value()
+            await process.call("generate", request=bad, stream=False).value()
         running[1].cancel()
-        finishes = [
-            build(AnswerSummary, await request.value()).finish for request in running
-        ]
+        finishes = [(await request.value()).finish for request in running]
         assert finishes[1] == "cancelled" and "cancelled" not in (
             finishes[0],
             finishes[2],
         )
-        vectors = process.request(
+        vectors = process.call(
             "embed", inputs=["a text"], truncate=True, normalize=True
         )
-        assert build(Embeddings, await vectors.value()).n_tokens > 0
+        assert (await vectors.value()).n_tokens > 0
 
 
 def test_a_slow_count_does_not_block_the_next_message(

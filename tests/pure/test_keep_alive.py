@@ -24,7 +24,7 @@ from scripted_manager import (
 
 from moegguf.serving import model_manager
 from moegguf.serving.clients import current_client
-from moegguf.serving.lease import LeaseRequest, ManagedModel
+from moegguf.serving.managed_model import LeaseRequest, ManagedModel
 from moegguf.serving.model_manager import ModelManager
 
 # The event loop of the futures in Queue, where no manager runs.

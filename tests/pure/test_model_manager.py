@@ -33,11 +33,9 @@ from moegguf.errors import (
     QueueFullError,
     WorkerError,
 )
-from moegguf.generate.request import Delta, Request
-from moegguf.serving import lease as lease_module
-from moegguf.serving import worker_process
+from moegguf.generate.request import AnswerSummary, Delta, Request
+from moegguf.serving import managed_model, worker_process
 from moegguf.serving.clients import BACKGROUND, current_client
-from moegguf.serving.events import Done
 from moegguf.serving.model_manager import ModelManager
 
 
@@ -65,8 +63,8 @@ async def test_answer_ends_with_done_and_loaded_reports_the_state(
                 events = [
                     event async for event in lease.answer(Request(prompt="say x"))
                 ]
-            assert [type(event) for event in events] == [Delta, Done]
-            assert isinstance(events[-1], Done) and events[-1].summary.finish == "stop"
+            assert [type(event) for event in events] == [Delta, AnswerSummary]
+            assert isinstance(events[-1], AnswerSummary) and events[-1].finish == "stop"
             assert (events[-1].load_s > 0) is first
         (model,) = manager.loaded()
         assert (model.name, model.digest, model.n_ctx, model.size_bytes) == (
@@ -228,7 +226,22 @@ async def test_rest_returns_the_end_of_an_interrupted_answer(
         await answer.aclose()
         for _ in range(2):
             *_, last = await lease.rest()
-            assert isinstance(last, Done) and last.summary.finish == "cancelled"
+            assert isinstance(last, AnswerSummary) and last.finish == "cancelled"
+
+
+async def test_summary_has_the_seconds_of_the_load_and_the_decisions_of_the_worker(
+    catalog: FakeCatalog,
+) -> None:
+    summaries = []
+    async with manager_of(catalog) as manager:
+        for _ in range(2):
+            async with manager.lease("a") as lease:
+                request = Request(prompt="say x")
+                *_, last = [event async for event in lease.answer(request)]
+                assert isinstance(last, AnswerSummary)
+                summaries.append(last)
+    assert summaries[0].load_s > 0 and summaries[1].load_s == 0
+    assert [each.decisions["policy"] for each in summaries] == ["lru", "lru"]
 
 
 @pytest.mark.parametrize("ending", ["break", "close", "cancel", "raise"])
@@ -302,7 +315,7 @@ async def test_request_whose_worker_died_before_any_output_is_repeated_once(
             manager.lease("a", will_answer=False) as shared,
         ):
             os.kill(manager.loaded()[0].pid, signal.SIGKILL)
-            assert await shared.tokenize("ab") == [97, 98]
+            assert await shared.value("tokenize", text="ab") == [97, 98]
             assert await answer_text(lease, "say y") == "y"
         left = tmp_path / "left"
         left.write_text("1")
@@ -489,7 +502,7 @@ async def test_shared_lease_does_not_wait_for_answers_and_cannot_generate(
     async with manager_of(catalog) as manager:
         running = await begun(manager, "a", go)
         async with manager.lease("a", will_answer=False) as lease:
-            assert await lease.tokenize("ab") == [97, 98]
+            assert await lease.value("tokenize", text="ab") == [97, 98]
             with pytest.raises(OptionError, match="will_answer"):
                 await answer_text(lease, "say x")
         assert (await manager.load("a")).busy
@@ -505,7 +518,7 @@ async def test_model_is_released_when_the_answer_is_computed_although_unread(
         assert await anext(aiter(answer)) == Delta("0 ")
         assert await generate(manager, "a", "say next") == "next"
         rest = [event async for event in answer]
-        assert len(rest) == 100 and isinstance(rest[-1], Done)
+        assert len(rest) == 100 and isinstance(rest[-1], AnswerSummary)
         assert await answer_text(lease, "say again") == "again", (
             "the same lease waits in the queue again"
         )
@@ -599,7 +612,7 @@ async def test_background_requests_come_last_for_a_limited_time(
     max_wait_s: float,
     first: str,
 ) -> None:
-    monkeypatch.setattr(lease_module, "MAX_WAIT_S", max_wait_s)
+    monkeypatch.setattr(managed_model, "MAX_WAIT_S", max_wait_s)
     ended: list[str] = []
 
     async def note(answer: Coroutine[Any, Any, str]) -> None:

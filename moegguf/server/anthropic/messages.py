@@ -24,6 +24,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from moegguf.generate.request import (
     AnswerSummary,
     Delta,
+    Event,
     Message,
     PromptProgress,
     Request,
@@ -43,14 +44,14 @@ from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import (
     Messages,
     Tools,
+    chat_fields,
+    check_choice,
     messages_of,
     own_tools,
     read_parts,
-    with_entry_messages,
 )
 from moegguf.server.common.options import MAX_TOKEN, Stops, in_range, sampling_of
 from moegguf.server.common.replies import dumps, event_line
-from moegguf.serving.events import Done, Event
 
 ROLES = ("user", "assistant", "system")
 # Claude Code begins its system prompt with a billing header that contains a different
@@ -196,14 +197,10 @@ class _CountBody(RequestBody):
     output_config: _OutputConfig = _OutputConfig()
 
     @model_validator(mode="after")
-    def _choice_has_tools(self) -> _CountBody:
-        choice, known = self.tool_choice, {tool.function.name for tool in self.tools}
-        if choice.type == "any" and not known:
-            raise ValueError("tool_choice 'any' needs tools")
-        if choice.type == "tool" and choice.name not in known:
-            raise ValueError(
-                f"tool_choice names {choice.name[:80]!r}, which is not among the tools"
-            )
+    def _check_choice(self) -> _CountBody:
+        choice = self.tool_choice
+        names = [choice.name] if choice.type == "tool" else ()
+        check_choice(self.tools, choice.type, names)
         return self
 
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
@@ -213,9 +210,7 @@ class _CountBody(RequestBody):
         # clients send it to every model.
         thinks = self.thinking.type != "disabled" and "thinking" in known.capabilities
         request = Request(
-            messages=with_entry_messages(self._messages(), entry),
-            template=entry.template,
-            tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools),
+            **chat_fields(entry, self._messages(), self.tools),
             tool_choice=choice.name
             if choice.type == "tool"
             else choice.type.replace("any", "required"),
@@ -336,7 +331,9 @@ class _MessageReply(EventReply):
             "delta": delta,
         }
 
-    def _end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
+    def _end_block(
+        self, kind: str, summary: AnswerSummary | None = None
+    ) -> Iterator[Json]:
         if kind == "thinking":
             block = self._content[-1]
             # Clients do not verify it.
@@ -359,8 +356,7 @@ class _MessageReply(EventReply):
         )
         yield from self._end_block("tool_use")
 
-    def _finish(self, done: Done) -> Iterator[Json]:
-        summary = done.summary
+    def _finish(self, summary: AnswerSummary) -> Iterator[Json]:
         reason = (
             "tool_use"
             if self.n_calls

@@ -1,5 +1,5 @@
-"""Access control before any route: headers Host and Origin, API key, network, and size
-of the headers.
+"""Access control before any route: target, headers Host and Origin, API key, network,
+and size of the headers.
 
 The module is plain ASGI middleware for speed, since its time is part of the time to the
 first token. A web page of another site can reach a server on loopback by DNS rebinding
@@ -15,6 +15,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from urllib.parse import unquote
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -47,12 +48,26 @@ FORWARDED = re.compile(
 )
 # Lowest urgency in the header Priority (RFC 9218).
 IN_BACKGROUND = re.compile(rb"(^|,)\s*u=7\s*(,|;|$)")
+# Matches the target of a request if it is a whole URL, without its query.
+URL = re.compile(rb"https?://([^/@]+)(/.*)?", re.IGNORECASE | re.DOTALL)
+ALIASES = {
+    **{
+        path: f"/v1{path}"
+        for path in (
+            "/chat/completions", "/chat/completions/input_tokens", "/models", "/responses", "/responses/input_tokens",
+        )
+    },
+    "/embedding": "/embeddings",
+    "/v1/health": "/health",
+}  # fmt: skip
+"""{path that llama-server also accepts: path of the same endpoint here}"""
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS")
 
 
 @dataclass
 class AccessControl:
-    """ASGI middleware that refuses requests that may not use this server.
+    """ASGI middleware that refuses requests that may not use this server. It reduces
+    the targets of the other requests to paths.
 
     With `loopback`, the server accepts connections only from this machine, and every
     request is refused unless `is_own_host` accepts its Host header.
@@ -97,6 +112,7 @@ class AccessControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        wrong = reduce_target(scope)
         # If a header is repeated, the first one is used.
         headers = dict(reversed(scope["headers"]))
         origin = headers.get(b"origin", b"").decode("latin-1")
@@ -107,7 +123,7 @@ class AccessControl:
             for name, value in forms:
                 if hmac.compare_digest(headers.get(name, b""), value):
                     key = number
-        refusal = self._refusal(scope, headers, origin, key is not None)
+        refusal = wrong or self._refusal(scope, headers, origin, key is not None)
         if refusal:
             return await error_response(refusal, scope["path"])(scope, receive, send)
         # Waiting clients take turns. A client is identified by its key and its address,
@@ -198,6 +214,30 @@ class AccessControl:
         return address.is_loopback or any(
             address in network for network in self.trusted
         )
+
+
+def reduce_target(scope: Scope) -> HttpError | None:
+    """Reduces a request's target to a path. The host in a whole URL replaces the Host
+    header (RFC 9112, 3.2.2). Slashes at the end of a path other than "/" are removed,
+    and an alias becomes the path of its endpoint. Returns the error for a target that
+    is neither a path, a whole URL nor "*"."""
+    if not scope["path"].startswith("/") and scope["path"] != "*":
+        found = URL.fullmatch(scope["raw_path"])
+        if found is None:
+            given = scope["raw_path"][:80].decode("latin-1")
+            return HttpError(
+                f"the target of a request must be a path such as /api/version, or a whole URL, but is {given!r}"
+            )
+        others = [header for header in scope["headers"] if header[0] != b"host"]
+        path = found[2] or b"/"
+        headers = [*others, (b"host", found[1])]
+        scope.update(
+            raw_path=path, path=unquote(path.decode("latin-1")), headers=headers
+        )
+    root = scope.get("root_path", "")
+    path = scope["path"].removeprefix(root).rstrip("/") or "/"
+    scope["path"] = root + ALIASES.get(path, path)
+    return None
 
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:

@@ -23,7 +23,9 @@ from starlette.routing import Route
 from moegguf.errors import MoeggufError
 from moegguf.generate.images import has_images
 from moegguf.generate.request import (
+    AnswerSummary,
     Delta,
+    Event,
     Request,
     Sampling,
     ToolCall,
@@ -50,10 +52,10 @@ from moegguf.server.common.replies import (
     computed,
     end,
     event_line,
+    json_line,
 )
 from moegguf.server.metrics import record
 from moegguf.serving.clients import current_owner
-from moegguf.serving.events import Done, Event
 from moegguf.serving.lease import Lease
 from moegguf.settings import Settings
 
@@ -95,7 +97,7 @@ class Reply(ABC):
         """Returns the lines that a stream sends for an event."""
 
     @abstractmethod
-    def add(self, delta: Delta, done: Done) -> None:
+    def add(self, delta: Delta, summary: AnswerSummary) -> None:
         """Adds a complete answer to the reply that `whole` returns."""
 
     @abstractmethod
@@ -105,7 +107,8 @@ class Reply(ABC):
 
     def error_line(self, error: HttpError, path: str) -> bytes:
         """Returns the line that ends a stream of a request at `path` with an error."""
-        return event_line(error.body(path))
+        body = error.body(path)
+        return event_line(body) if self.ping_line else json_line(body)
 
     def numbered(self, calls: Iterable[ToolCall]) -> Iterator[tuple[int, ToolCall]]:
         """Yields (index in the answer, tool call) for each of `calls` that is sent. If
@@ -132,11 +135,11 @@ class EventReply(Reply):
     # Beginning of a block, "thinking" or "text".
     _begin_block: Callable[[str], Iterator[Json]]
     _grow: Callable[[str, Delta], Iterator[Json]]  # more text in the open block
-    # End of a block; the Done if the answer ends here.
-    _end_block: Callable[[str, Done | None], Iterator[Json]]
+    # End of a block; the answer's summary if the answer ends here.
+    _end_block: Callable[[str, AnswerSummary | None], Iterator[Json]]
     _call: Callable[[ToolCall], Iterator[Json]]  # the whole block of a tool call
     # Last events of the reply, which complete the object.
-    _finish: Callable[[Done], Iterator[Json]]
+    _finish: Callable[[AnswerSummary], Iterator[Json]]
 
     def _events(self, event: Event) -> Iterator[Json]:
         if not self.started:
@@ -150,7 +153,7 @@ class EventReply(Reply):
             for _, call in self.numbered(event.tool_calls):
                 yield from self._close()
                 yield from self._call(call)
-        elif isinstance(event, Done):
+        elif isinstance(event, AnswerSummary):
             yield from self._close(event)
             yield from self._finish(event)
 
@@ -161,20 +164,20 @@ class EventReply(Reply):
             yield from self._begin_block(kind)
         yield from self._grow(text, delta)
 
-    def _close(self, done: Done | None = None) -> Iterator[Json]:
+    def _close(self, summary: AnswerSummary | None = None) -> Iterator[Json]:
         kind, self.open = self.open, ""
         if kind:
-            yield from self._end_block(kind, done)
+            yield from self._end_block(kind, summary)
 
     def lines(self, event: Event) -> bytes:
         """Returns the server-sent events for an event of the answer, each with its
         name."""
         return b"".join(event_line(item, item["type"]) for item in self._events(event))
 
-    def add(self, delta: Delta, done: Done) -> None:
+    def add(self, delta: Delta, summary: AnswerSummary) -> None:
         """Creates the events of a stream and discards them: creating them builds the
         object that `whole` returns."""
-        for event in (delta, done):
+        for event in (delta, summary):
             list(self._events(event))
 
 
@@ -183,6 +186,8 @@ class RequestBody(Loading):
 
     limit: ClassVar[int] = limits.IMAGES_BODY_BYTES
     reply_kind: ClassVar[type[Reply]]
+    # Ollama's name of the operation for which the body needs a model.
+    operation: ClassVar[str] = "chat"
 
     model: Name
     stream: bool = False
@@ -206,15 +211,16 @@ class RequestBody(Loading):
     async def respond(self, request: HttpRequest) -> Response:
         """Returns the response to an HTTP request that has this body. Raises
         MoeggufError."""
-        events, reply = await _answer(request.app.state, self)
+        state = request.app.state
+        reply = await _new_reply(state, self)
         if not self.stream:
-            return WholeResponse(_whole(events, reply))
-        return LineResponse(_lines(events, reply), reply.error_line, reply.ping_line)
+            return WholeResponse(_whole(state, reply))
+        return LineResponse(_lines(state, reply), reply.error_line, reply.ping_line)
 
     async def whole_reply(self, state: State) -> Any:
         """Returns the complete reply as a JSON value, without a stream. Raises
         MoeggufError."""
-        return await _whole(*await _answer(state, self))
+        return await _whole(state, await _new_reply(state, self))
 
 
 Kind = TypeVar("Kind", bound=RequestBody)
@@ -252,12 +258,8 @@ def about_prompt(
     return computed(path, kind, compute, kind.limit)
 
 
-async def _answer(
-    state: State, body: RequestBody
-) -> tuple[AsyncGenerator[Event], Reply]:
-    entry, requests = await _read_requests(state, body)
-    reply = body.reply_kind(body, entry, requests)
-    return _answers(state, body, entry, requests, reply), reply
+async def _new_reply(state: State, body: RequestBody) -> Reply:
+    return body.reply_kind(body, *await _read_requests(state, body))
 
 
 async def _read_requests(
@@ -288,10 +290,10 @@ async def _read_requests(
     ]
     first = requests[0]
     needs = {
-        "chat" if first.prompt is None else "generate": True,
+        body.operation: True,
         "insert": first.suffix is not None,
         "vision": has_images(first.messages or ()),
-        "tools": bool(first.tools) and first.tool_choice != "none",
+        "tools": bool(first.tools),
         "thinking": bool(first.think),
     }
     check_capabilities(entry, known, needs)
@@ -310,20 +312,15 @@ def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
     return sampling_with(sampling, defaults)
 
 
-async def _answers(
-    state: State,
-    body: RequestBody,
-    entry: ModelEntry,
-    requests: Sequence[Request],
-    reply: Reply,
-) -> AsyncGenerator[Event]:
-    """Yields the events of all requests, one request after another; a `Done` ends the
-    events of each.
+async def _answers(state: State, reply: Reply) -> AsyncGenerator[Event]:
+    """Yields the events of all requests of a reply, one request after another. An
+    `AnswerSummary` ends the events of each.
 
     Several of these requests may be processed at once, up to the model's `n_parallel`.
     After each request, waiting requests of other clients get their turn. Closing the
     generator stops the answers.
     """
+    body, entry, requests = reply.body, reply.entry, reply.requests
     queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in requests]
     left = iter(zip(requests, queues, strict=True))
     use = entry, body.overrides(), body.keep_alive_s()
@@ -356,7 +353,7 @@ async def _answers(
         try:
             for queue in queues:
                 event = None
-                while not isinstance(event, Done):
+                while not isinstance(event, AnswerSummary):
                     event = await queue.get()
                     if isinstance(event, Exception):
                         raise event
@@ -366,23 +363,23 @@ async def _answers(
             await end(*tasks)
 
 
-async def _lines(events: AsyncGenerator[Event], reply: Reply) -> Lines:
-    async with aclosing(events):
+async def _lines(state: State, reply: Reply) -> Lines:
+    async with aclosing(_answers(state, reply)) as events:
         async for event in events:
             lines = reply.lines(event)
-            if isinstance(event, Done):
+            if isinstance(event, AnswerSummary):
                 await reply.keep()
             if lines:
                 yield lines
 
 
-async def _whole(events: AsyncGenerator[Event], reply: Reply) -> Any:
+async def _whole(state: State, reply: Reply) -> Any:
     deltas: list[Delta] = []
-    async with aclosing(events):
+    async with aclosing(_answers(state, reply)) as events:
         async for event in events:
             if isinstance(event, Delta):
                 deltas.append(event)
-            elif isinstance(event, Done):
+            elif isinstance(event, AnswerSummary):
                 reply.add(join(deltas), event)
                 deltas = []
     await reply.keep()

@@ -42,6 +42,7 @@ _TEXTS = (
 )
 _IMAGES = ("image_url", "input_image")
 SEARCH_RESULT = "search_result"
+READABLE = (*_TEXTS, *_IMAGES, "image", SEARCH_RESULT)
 
 Part = dict[str, str]
 FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -106,19 +107,17 @@ def _text_of_result(part: dict[str, Any]) -> str:
     return "\n".join([*head, text])
 
 
-def is_foreign(part: Any) -> bool:
-    """Returns True, and writes a warning to the log, if the server cannot read parts of
-    this type."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    found = isinstance(kind, str) and kind not in (
-        *_TEXTS,
-        *_IMAGES,
-        "image",
-        SEARCH_RESULT,
-    )
-    if found:
-        log.warning("the part of type %.60r cannot be read here and is left out", kind)
-    return found
+def _readable(parts: Iterable[Any]) -> Iterator[Any]:
+    """Yields the parts that `part_of` does not refuse because of their type. Leaves out
+    the other parts, with a warning in the log."""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in READABLE:
+            log.warning(
+                "the part of type %.60r cannot be read here and is left out", kind
+            )
+        else:
+            yield part
 
 
 def read_parts(content: Any) -> Any:
@@ -199,7 +198,7 @@ class ChatMessage(Body):
             "tool",
             "function",
         ):
-            given = [part for part in given if not is_foreign(part)]
+            given = list(_readable(given))
         return read_parts(given)
 
     def as_message(self, tool_names: Mapping[str, str]) -> Message:
@@ -244,17 +243,22 @@ def messages_of(
     return (message.as_message(names) for message in given)
 
 
-def with_entry_messages(
-    given: Iterable[Message], entry: ModelEntry
-) -> tuple[Message, ...]:
-    """Returns the model entry's system message and other messages, followed by the
-    `given` messages. The entry's system message is left out if `given` begins with a
-    system message."""
-    given = tuple(given)
+def chat_fields(
+    entry: ModelEntry, messages: Iterable[Message], tools: Iterable[Tool]
+) -> dict[str, Any]:
+    """Returns the fields of a `Request` for the next message of a conversation: the
+    model entry's template, the entry's system message and other messages followed by
+    `messages`, and the tools. The entry's system message is left out if `messages`
+    begins with a system message."""
+    given = tuple(messages)
     own = [dict(message) for message in entry.messages]
     if entry.system and not (given and given[0]["role"] == "system"):
         own.insert(0, {"role": "system", "content": entry.system})
-    return (*own, *given)
+    return {
+        "messages": (*own, *given),
+        "template": entry.template,
+        "tools": tuple(tool.model_dump(exclude_none=True) for tool in tools),
+    }
 
 
 # Tools
@@ -280,6 +284,18 @@ class Tool(Body):
 
 
 Tools = Annotated[list[Tool], Field(max_length=limits.TOOLS)]
+
+
+def check_choice(tools: Iterable[Tool], choice: str, names: Iterable[str]) -> None:
+    """Raises ValueError if a `tool_choice` names a tool that is not among `tools`, or
+    is "any" or "required" although there are no tools."""
+    known = {tool.function.name for tool in tools}
+    if choice in ("any", "required") and not known:
+        raise ValueError(f"tool_choice {choice!r} needs tools")
+    if missing := sorted(set(names) - known):
+        raise ValueError(
+            f"tool_choice names {missing[0][:80]!r}, which is not among the tools"
+        )
 
 
 def own_tools(tools: Any, kinds: Sequence[str | None], schema: str) -> Any:

@@ -271,14 +271,12 @@ def sampling_of(
     precedence over `options`, and `options` over the model entry's parameters. A value
     of None is treated as absent. Raises HttpError 400 if a parameter of the entry is
     invalid."""
-    given = options.model_dump(exclude_none=True)
     try:
-        known = Options.model_validate(parameters_of(entry) | given).model_dump(
-            exclude_none=True
-        )
+        known = Options.model_validate(parameters_of(entry))
     except ValidationError as error:
         raise HttpError(f"parameters of {entry.name}: {explain(error)}") from None
-    return sampling_with(Sampling(), known | without_nulls(own))
+    given = known.model_dump(exclude_none=True) | options.model_dump(exclude_none=True)
+    return sampling_with(Sampling(), given | without_nulls(own))
 
 
 # Texts

@@ -26,7 +26,9 @@ from moegguf.generate.request import (
     MAX_TOP_LOGPROBS,
     REPEAT_LIMIT,
     THINK_LEVELS,
+    AnswerSummary,
     Delta,
+    Event,
     Message,
     Request,
 )
@@ -36,10 +38,8 @@ from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits, replies
 from moegguf.server.common.body import Body, Whole
 from moegguf.server.common.conversation import Json, Reply, RequestBody, conversation
-from moegguf.server.common.errors import HttpError
-from moegguf.server.common.messages import ToolCall, Tools, with_entry_messages
-from moegguf.server.common.options import Name, check_capabilities, find, sampling_of
-from moegguf.serving.events import Done, Event
+from moegguf.server.common.messages import ToolCall, Tools, chat_fields
+from moegguf.server.common.options import Name, find, sampling_of
 
 # expiry in replies for a model that never expires; Ollama sends a similar year
 NEVER = datetime(2318, 1, 1, tzinfo=UTC)
@@ -112,12 +112,12 @@ class _GenerationBody(ModelBody, RequestBody):
     logprobs: bool = False
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     # moegguf's addition: a stream has lines with `prompt_progress`, and at its end
-    # `timing`, `decisions` and `load_s`
+    # `timing` (an `AnswerSummary`)
     details: bool = False
 
     @property
     @abstractmethod
-    def asks(self) -> bool:
+    def has_question(self) -> bool:
         """True if there is a question. Otherwise the model is only loaded or
         unloaded."""
 
@@ -138,7 +138,7 @@ class _GenerationBody(ModelBody, RequestBody):
     async def respond(self, request: HttpRequest) -> Response:
         """Answers the question in the body. Without a question, loads the model, or
         unloads it if `keep_alive` is 0."""
-        if self.asks:
+        if self.has_question:
             return await super().respond(request)
         state, keep_alive_s = request.app.state, self.keep_alive_s()
         entry = await asyncio.to_thread(find, state.catalog, self.model)
@@ -162,22 +162,19 @@ class ChatRequest(_GenerationBody):
     tools: Tools = []
 
     @property
-    def asks(self) -> bool:
+    def has_question(self) -> bool:
         """True if there are messages."""
         return bool(self.messages)
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """Returns a list of one request, for the next message of the conversation."""
-        messages = with_entry_messages(
-            (message.as_message() for message in self.messages), entry
-        )
-        tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools)
-        return [
-            self.request(entry, messages=messages, tools=tools, template=entry.template)
-        ]
+        messages = (message.as_message() for message in self.messages)
+        return [self.request(entry, **chat_fields(entry, messages, self.tools))]
 
 
 class _GenerateRequest(_GenerationBody):
+    operation = "generate"
+
     prompt: str = ""
     suffix: str = ""
     system: str | None = None
@@ -187,7 +184,7 @@ class _GenerateRequest(_GenerationBody):
     images: Images = []
 
     @model_validator(mode="after")
-    def _goes_together(self) -> _GenerateRequest:
+    def _check_fields(self) -> _GenerateRequest:
         if self.raw and (self.template or self.system or self.context):
             raise ValueError("raw mode does not support template, system, or context")
         if self.template and is_go_template(self.template):
@@ -201,13 +198,12 @@ class _GenerateRequest(_GenerationBody):
         return self
 
     @property
-    def asks(self) -> bool:
+    def has_question(self) -> bool:
         return bool(self.prompt or self.suffix or self.images)
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """Returns a list of one request. The prompt passes through the chat template,
         unless the body has `raw` or `suffix`."""
-        check_capabilities(entry, known, {"generate": True})
         if self.raw or self.suffix:
             return [
                 self.request(
@@ -257,9 +253,6 @@ class _Reply(Reply):
         self._found_ns = self.body.age_ns
         self._whole: Json = {}
 
-    def error_line(self, error: HttpError, path: str) -> bytes:
-        return replies.json_line(error.body(path))
-
     def lines(self, event: Event) -> bytes:
         if isinstance(event, Delta):
             return (
@@ -267,20 +260,16 @@ class _Reply(Reply):
                 if event != Delta()
                 else b""
             )
-        if isinstance(event, Done):
+        if isinstance(event, AnswerSummary):
             end = self._content() | self._end(event)
             if self.body.details:
-                end |= {
-                    "timing": asdict(event.summary),
-                    "decisions": event.decisions,
-                    "load_s": event.load_s,
-                }
+                end["timing"] = asdict(event)
             return replies.json_line(self._object(end))
         progress = {"prompt_progress": asdict(event), "done": False}
         return replies.json_line(self._object(progress)) if self.body.details else b""
 
-    def add(self, delta: Delta, done: Done) -> None:
-        self._whole = self._object(self._delta(delta) | self._end(done))
+    def add(self, delta: Delta, summary: AnswerSummary) -> None:
+        self._whole = self._object(self._delta(delta) | self._end(summary))
 
     def whole(self) -> Json:
         return self._whole
@@ -319,11 +308,10 @@ class _Reply(Reply):
             delta.text, thinking=delta.thinking, tool_calls=calls
         ) | replies.present(logprobs=logprobs)
 
-    def _end(self, done: Done) -> Json:
+    def _end(self, summary: AnswerSummary) -> Json:
         """Returns the fields of the last object, such as token counts, and durations in
         ns. `load_duration` is the time for finding the model, and for loading it if it
         was not in memory."""
-        summary = done.summary
         return {
             "done": True,
             "done_reason": summary.finish,
@@ -331,7 +319,7 @@ class _Reply(Reply):
                 context=list(summary.context) if self.requests[0].return_context else []
             ),
             "total_duration": self.body.age_ns,
-            "load_duration": self._found_ns + replies.to_ns(done.load_s),
+            "load_duration": self._found_ns + replies.to_ns(summary.load_s),
             **replies.present(
                 prompt_eval_count=summary.whole_prompt_tokens,
                 prompt_cached_count=summary.cached_tokens,

@@ -27,10 +27,12 @@ from moegguf.generate.request import (
     MAX_TOP_LOGPROBS,
     AnswerSummary,
     Delta,
+    Event,
     Message,
     PromptProgress,
     Request,
     Sampling,
+    prompt_fields,
 )
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
@@ -46,13 +48,15 @@ from moegguf.server.common.conversation import (
 from moegguf.server.common.messages import (
     Messages,
     Tool,
+    chat_fields,
+    check_choice,
     messages_of,
-    with_entry_messages,
 )
 from moegguf.server.common.options import (
     MAX_TOKEN,
     SamplingOptions,
     Stops,
+    Text,
     in_range,
     sampling_of,
 )
@@ -62,7 +66,6 @@ from moegguf.server.common.replies import (
     logprob_objects,
     moe_object,
 )
-from moegguf.serving.events import Done, Event
 
 EFFORTS: Mapping[str, bool | str] = {
     "none": False, "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "max", "max": "max",
@@ -71,7 +74,7 @@ EFFORTS: Mapping[str, bool | str] = {
 # Bodies
 
 
-def _not_zero(value: int) -> int:
+def _check_limit(value: int) -> int:
     """Returns a limit unchanged, but raises ValueError for 0. As in llama-server, -1
     means no limit."""
     if value == 0:
@@ -102,7 +105,9 @@ def token_ids(biases: Any) -> Any:
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Limit = Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS), AfterValidator(_not_zero)]
+Limit = Annotated[
+    Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS), AfterValidator(_check_limit)
+]
 Choices = Annotated[Whole, Field(ge=1, le=limits.CHOICES)]
 Biases = Annotated[
     dict[int | str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=4096)
@@ -150,19 +155,18 @@ class GenerationBody(RequestBody, SamplingOptions):
         `options`, and `options` over the entry's parameters. `most` is the maximum
         number of answer tokens. If `most` is below 1, there is no maximum. If it is
         None, the maximum comes from `options` or the entry, if either has one."""
+        biases = self.logit_bias.items()
         own = self.model_dump(include=set(SamplingOptions.model_fields))
-        own |= {"num_predict": most, "reasoning_budget_tokens": self.thinking_budget}
-        biases = self.logit_bias
-        return replace(
-            sampling_of(entry, self.options, **own),
-            logit_bias={
-                token: bias for token, bias in biases.items() if isinstance(token, int)
+        own |= {
+            "num_predict": most,
+            "reasoning_budget_tokens": self.thinking_budget,
+            "logit_bias": {
+                token: bias for token, bias in biases if isinstance(token, int)
             },
-            text_bias=tuple(
-                (text, bias) for text, bias in biases.items() if isinstance(text, str)
-            ),
-            ignore_eos=self.ignore_eos,
-        )
+            "text_bias": tuple(each for each in biases if isinstance(each[0], str)),
+            "ignore_eos": self.ignore_eos,
+        }
+        return sampling_of(entry, self.options, **own)
 
     def request(self, entry: ModelEntry, most: int | None, **fields: Any) -> Request:
         """Returns a request with the fields of this class, and with the given `fields`,
@@ -194,6 +198,11 @@ class GenerationBody(RequestBody, SamplingOptions):
             replace(request, sampling=replace(request.sampling, seed=seed))
             for seed in seeds
         ]
+
+    def for_prompts(self, base: Request, prompts: Iterable[Text]) -> list[Request]:
+        """Returns a copy of `base` for each answer to each of the `prompts`."""
+        requests = (replace(base, **prompt_fields(prompt)) for prompt in prompts)
+        return [each for request in requests for each in self.repeated(request)]
 
 
 def _choice_of(choice: Any) -> Any:
@@ -270,7 +279,7 @@ class Format(Body):
     strict: bool | None = None
 
     @model_validator(mode="after")
-    def _has_its_schema(self) -> Format:
+    def _check_schema(self) -> Format:
         if self.type == "json_schema" and self.schema_ is None:
             raise ValueError("schema is missing")
         return self
@@ -302,17 +311,12 @@ class ToolsBody(GenerationBody):
         return self.reasoning.max_tokens if given is None else given
 
     @model_validator(mode="after")
-    def _choice_has_tools(self) -> ToolsBody:
-        known = {tool.function.name for tool in self.tools}
-        if self.tool_choice == "required" and not known:
-            raise ValueError("tool_choice 'required' needs tools")
-        wanted = (
-            self.tool_choice.names if isinstance(self.tool_choice, ToolChoice) else ()
-        )
-        if missing := sorted(set(wanted) - known):
-            raise ValueError(
-                f"tool_choice names {missing[0][:80]!r}, which is not among the tools"
-            )
+    def _check_choice(self) -> ToolsBody:
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice):
+            check_choice(self.tools, "", choice.names)
+        else:
+            check_choice(self.tools, choice, ())
         return self
 
     def next_message(
@@ -340,9 +344,7 @@ class ToolsBody(GenerationBody):
         return self.request(
             entry,
             most,
-            messages=with_entry_messages(messages, entry),
-            template=entry.template,
-            tools=tuple(tool.model_dump(exclude_none=True) for tool in tools),
+            **chat_fields(entry, messages, tools),
             tool_choice=choice,
             strict=format_ is not None and bool(format_.strict),
             n_logprobs=(self.top_logprobs or 0) if logprobs else None,
@@ -370,7 +372,7 @@ class ChatBody(ToolsBody):
     logprobs: bool = False  # `top_logprobs` has an effect only if this is true
 
     @model_validator(mode="after")
-    def _continues_or_begins(self) -> ChatBody:
+    def _check_ending(self) -> ChatBody:
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError(
                 "continue_final_message and add_generation_prompt cannot both be true; send one of them"
@@ -497,24 +499,24 @@ class ChoicesReply(Reply):
         items: list[Json] = []
         if isinstance(event, Delta):
             items = self._chunks(event)
-        elif isinstance(event, Done):
+        elif isinstance(event, AnswerSummary):
             items = self._last(event)
         elif self.body.return_progress:
             items = [self._chunk(self.empty, prompt_progress=prompt_progress(event))]
         if not items:
             return b""
-        self.started = not isinstance(event, Done)
-        is_end = isinstance(event, Done) and self.index == self.n_choices
+        self.started = not isinstance(event, AnswerSummary)
+        is_end = isinstance(event, AnswerSummary) and self.index == self.n_choices
         return b"".join(map(event_line, [*first, *items])) + (
             b"data: [DONE]\n\n" if is_end else b""
         )
 
-    def _finish(self, done: Done) -> str:
+    def _finish(self, summary: AnswerSummary) -> str:
         """Returns OpenAI's `finish_reason`: "length", "tool_calls" or "stop". OpenAI
         has no value for a cancelled answer, so such an answer gets one of the last
         two."""
         # Even after tool calls, since the last call may be incomplete.
-        if done.summary.finish == "length":
+        if summary.finish == "length":
             return "length"
         return "tool_calls" if self.n_calls else "stop"
 
@@ -530,18 +532,18 @@ class ChoicesReply(Reply):
             more = {"usage": None, **more}
         return self._object(self.chunk_kind, choices, **more)
 
-    def _end_choice(self, done: Done) -> None:
-        self._summaries.append(done.summary)
+    def _end_choice(self, summary: AnswerSummary) -> None:
+        self._summaries.append(summary)
         self.n_calls = 0
 
-    def _last(self, done: Done) -> list[Json]:
+    def _last(self, summary: AnswerSummary) -> list[Json]:
         """Returns the last chunk of a choice, which has `finish_reason`.
 
         After the last choice, a chunk with `usage` follows if the client requested it.
         The last chunk of the reply has the statistics of all choices.
         """
-        chunk = self._chunk({**self.empty, "finish_reason": self._finish(done)})
-        self._end_choice(done)
+        chunk = self._chunk({**self.empty, "finish_reason": self._finish(summary)})
+        self._end_choice(summary)
         if self.index < self.n_choices:
             return [chunk]
         if not self._include_usage:
@@ -553,12 +555,12 @@ class ChoicesReply(Reply):
             ),
         ]
 
-    def _add(self, choice: Mapping[str, Any], done: Done) -> None:
-        reason = {"finish_reason": self._finish(done)}
+    def _add(self, choice: Mapping[str, Any], summary: AnswerSummary) -> None:
+        reason = {"finish_reason": self._finish(summary)}
         self._choices.append(
             {"index": self.index, "logprobs": None, **choice, **reason}
         )
-        self._end_choice(done)
+        self._end_choice(summary)
 
     def whole(self) -> Json:
         """Returns the object of a reply that is not streamed. `add` must already have
@@ -633,13 +635,13 @@ class _ChatReply(ChoicesReply):
     def _logprobs(self, delta: Delta) -> Json | None:
         return {"content": logprob_objects(delta.logprobs)} if self.logprobs else None
 
-    def add(self, delta: Delta, done: Done) -> None:
+    def add(self, delta: Delta, summary: AnswerSummary) -> None:
         message: Json = {"role": "assistant", "content": ""}
         for part in self._parts(delta):
             message |= part
         if self.n_calls and not delta.text:
             message["content"] = None
-        self._add({"message": message, "logprobs": self._logprobs(delta)}, done)
+        self._add({"message": message, "logprobs": self._logprobs(delta)}, summary)
 
 
 ChatBody.reply_kind = _ChatReply

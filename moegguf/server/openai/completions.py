@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from heapq import nlargest
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from moegguf.generate.request import Delta, Request, TokenLogprob
+from moegguf.generate.request import AnswerSummary, Delta, Request, TokenLogprob
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.options import MAX_ANSWER_TOKENS
 from moegguf.server.common import limits
 from moegguf.server.common.body import Whole
 from moegguf.server.common.conversation import Json, conversation
-from moegguf.server.common.options import Text, Texts
+from moegguf.server.common.options import Texts
 from moegguf.server.common.replies import MIN_LOGPROB
 from moegguf.server.openai.chat import (
     Choices,
@@ -23,20 +22,9 @@ from moegguf.server.openai.chat import (
     GenerationBody,
     TopLogprobs,
 )
-from moegguf.serving.events import Done
 from moegguf.serving.lease import Lease
 
 DEFAULT_MAX_TOKENS = 16  # default in OpenAI's API
-
-
-def fields_of(prompt: Text) -> Json:
-    """Returns the fields of a `Request` for a prompt, which is a string, or a list of
-    token ids and strings."""
-    return (
-        {"prompt": prompt}
-        if isinstance(prompt, str)
-        else {"prompt": "", "context": tuple(prompt)}
-    )
 
 
 class CompletionBody(GenerationBody):
@@ -45,6 +33,7 @@ class CompletionBody(GenerationBody):
     The answers are in the order of the prompts."""
 
     limit = limits.BODY_BYTES
+    operation = "generate"
 
     prompt: Texts
     suffix: str = ""
@@ -56,7 +45,7 @@ class CompletionBody(GenerationBody):
     logprobs: TopLogprobs | None = None
 
     @model_validator(mode="after")
-    def _fields_go_together(self) -> CompletionBody:
+    def _check_fields(self) -> CompletionBody:
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise ValueError("suffix needs prompts as text, not as tokens")
         if self.suffix and self.scores_prompt:
@@ -104,8 +93,7 @@ class CompletionBody(GenerationBody):
             prompt_logprobs=self.scores_prompt,
             prompt_only=self.max_tokens == 0,
         )
-        requests = (replace(base, **fields_of(prompt)) for prompt in self.prompt)
-        return [each for request in requests for each in self.repeated(request)]
+        return self.for_prompts(base, self.prompt)
 
 
 def _logprobs_object(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
@@ -150,7 +138,9 @@ class _CompletionReply(ChoicesReply):
     async def prepare(self, lease: Lease) -> None:
         for i, prompt in enumerate(self.body.prompt if self.body.echo else ()):
             self._prompts[i] = (
-                prompt if isinstance(prompt, str) else await lease.detokenize(prompt)
+                prompt
+                if isinstance(prompt, str)
+                else await lease.value("detokenize", prompt=prompt)
             )
         self._offset = len(self._before)
 
@@ -165,8 +155,8 @@ class _CompletionReply(ChoicesReply):
     def _first(self) -> Json:
         return self._chunk({"text": self._before})
 
-    def _end_choice(self, done: Done) -> None:
-        super()._end_choice(done)
+    def _end_choice(self, summary: AnswerSummary) -> None:
+        super()._end_choice(summary)
         self._offset = len(self._before)
 
     def _chunks(self, delta: Delta) -> list[Json]:
@@ -189,11 +179,11 @@ class _CompletionReply(ChoicesReply):
         prompt["token_logprobs"][0] = prompt["top_logprobs"][0] = None
         return {name: values + found[name] for name, values in prompt.items()}
 
-    def add(self, delta: Delta, done: Done) -> None:
+    def add(self, delta: Delta, summary: AnswerSummary) -> None:
         scores = [logprob.logprob for logprob in delta.logprobs]
         self._scores.append(sum(scores) / len(scores) if scores else 0.0)
         text = self._before + delta.thinking + delta.text
-        self._add({"text": text, "logprobs": self._logprobs(delta)}, done)
+        self._add({"text": text, "logprobs": self._logprobs(delta)}, summary)
 
     def whole(self) -> Json:
         if self._n_sent < self.n_answers:

@@ -40,7 +40,14 @@ from starlette.routing import Route
 
 from moegguf.errors import MoeggufError, UnknownIdError
 from moegguf.generate.images import text_of
-from moegguf.generate.request import Delta, Message, Request, ToolCall
+from moegguf.generate.request import (
+    AnswerSummary,
+    Delta,
+    Event,
+    Message,
+    Request,
+    ToolCall,
+)
 from moegguf.models.entry import Details, ModelEntry
 from moegguf.server.common import limits
 from moegguf.server.common.body import Body, without_nulls
@@ -61,7 +68,6 @@ from moegguf.server.common.messages import (
 from moegguf.server.common.options import Name
 from moegguf.server.common.replies import dumps, event_line, logprob_objects, usage
 from moegguf.server.openai import chat
-from moegguf.serving.events import Done, Event
 from moegguf.serving.responses import ResponseStore
 
 log = logging.getLogger(__name__)
@@ -246,7 +252,7 @@ class ResponsesBody(chat.ToolsBody):
 
     @field_validator(*REFUSED)
     @classmethod
-    def _is_not_used(cls, value: Any, info: ValidationInfo) -> None:
+    def _refuse(cls, value: Any, info: ValidationInfo) -> None:
         if without_nulls(value):
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
@@ -461,7 +467,9 @@ class _ResponseReply(EventReply):
             f"response.{self._form.text}.delta", **self._keys, delta=text, **more
         )
 
-    def _end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
+    def _end_block(
+        self, kind: str, summary: AnswerSummary | None = None
+    ) -> Iterator[Json]:
         form, item, part = self._form, self._item, self._part
         more = {"logprobs": part["logprobs"]} if form is MESSAGE else {}
         yield self._event(
@@ -469,7 +477,7 @@ class _ResponseReply(EventReply):
         )
         yield self._event(f"response.{form.part}.done", **self._keys, part=part)
         item["status"] = (
-            "incomplete" if done and done.summary.finish == "length" else "completed"
+            "incomplete" if summary and summary.finish == "length" else "completed"
         )
         item[form.key].append(part)
         if form is not MESSAGE and ENCRYPTED_REASONING in self.body.include:
@@ -509,13 +517,13 @@ class _ResponseReply(EventReply):
         )
         yield self._item_done({**item, "status": "completed", "arguments": arguments})
 
-    def _finish(self, done: Done) -> Iterator[Json]:
-        summary, is_cut = done.summary, done.summary.finish == "length"
+    def _finish(self, summary: AnswerSummary) -> Iterator[Json]:
+        is_cut = summary.finish == "length"
         status = "incomplete" if is_cut else "completed"
         if all(item["type"] == "reasoning" for item in self._output):
             # Clients expect a text item, even if it is empty.
             yield from self._begin_block("text")
-            yield from self._end_block("text", done)
+            yield from self._end_block("text", summary)
         self._object |= {
             "status": status,
             "completed_at": None if is_cut else int(time.time()),

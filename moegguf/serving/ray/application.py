@@ -52,11 +52,11 @@ from moegguf.errors import (
     QueueFullError,
     WorkerError,
 )
-from moegguf.generate.request import Request
+from moegguf.generate.request import Event
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import DEFAULT_TAG
 from moegguf.serving.clients import current_client
-from moegguf.serving.events import Event, LoadedModel
+from moegguf.serving.events import LoadedModel
 from moegguf.serving.lease import BESIDE_ANSWERS, Calls
 from moegguf.serving.model_manager import ModelManager
 from moegguf.serving.ray.config import MAX_REQUESTS, ConfiguredCatalog, ModelConfig
@@ -326,21 +326,8 @@ class ReplicaLease(Calls):
         self.entry = entry
         self._handle = handle
 
-    def answer(
-        self, request: Request, *, stream: bool = True
-    ) -> AsyncGenerator[Event, None]:
-        """Yields the events of an answer. Closing the generator stops the answer.
-        Raises the errors of `Lease.answer`."""
-        return self.events(
-            "generate",
-            conversation=conversation_of(request),
-            request=request,
-            stream=stream,
-        )
-
-    async def _attempt(
-        self, kind: str, conversation: str = "", **fields: Any
-    ) -> AsyncGenerator[Any, None]:
+    async def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
+        conversation = conversation_of(fields["request"]) if kind == "generate" else ""
         items = self._handle.options(stream=True).call.remote(
             conversation, kind, fields, current_client.get()
         )

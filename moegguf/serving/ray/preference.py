@@ -35,7 +35,7 @@ def conversation_of(request: Request) -> str:
         "owner": request.owner,
         "template": request.template,
         "options": request.template_options,
-        "tools": list(request.tools) if request.tool_choice != "none" else [],
+        "tools": list(request.tools),
         "think": request.think,
     }
     if request.messages is None:
