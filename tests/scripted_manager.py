@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import Memory
 from moegguf.engine.plan import MemoryPlan, Plan
 from moegguf.errors import ModelNotFoundError
@@ -79,11 +80,10 @@ class FakeCatalog:
     ) -> ModelSize:
         def plan(room: Room) -> Plan:
             ram = MemoryPlan(None, (0,), 1, room[RAM], memory.available_bytes)
-            return Plan((ram,), room[RAM], 1, 4096, 1)
+            return Plan((ram,), room[RAM], 1, overrides.get("n_ctx", 4096), 1)
 
         def load_config(chosen: Plan) -> LoadConfig:
-            n_ctx = overrides.get("n_ctx", 4096)
-            return LoadConfig(entry.name, str(entry.path), chosen, {"n_ctx": n_ctx})
+            return LoadConfig(entry.name, str(entry.path), LoadSpec(), chosen)
 
         wanted, minimum = self.sizes[entry.name]
         return ModelSize({RAM: wanted}, {RAM: minimum}, plan, load_config, 4096)

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from moegguf.engine.devices import has_gpu
 from moegguf.engine.load_spec import AUTO, F16, LoadSpec
@@ -297,9 +295,7 @@ class Sizes:
         """Returns the sizes that the options in `spec` specify for this model. Raises
         OptionError for an impossible context length, and the same errors as
         `read_adapter`."""
-        pools = (
-            is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
-        )
+        pools = computes_embeddings(layout, spec)
         drafts = not pools and may_draft(spec)
         return cls(
             n_ctx=None if spec.n_ctx is None else pad_context(spec.n_ctx),
@@ -440,10 +436,12 @@ class Sizes:
         return shares
 
 
-def is_embedding(metadata: Mapping[str, Any]) -> bool:
-    """Returns True if a model is an embedding model: its GGUF header has a pooling type
-    other than 0."""
-    return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
+def computes_embeddings(layout: ExpertLayout, spec: LoadSpec) -> bool:
+    """Returns True if the load computes embeddings. This is so if the option
+    `embedding` is True, or if the option is None and the model's GGUF header has a
+    pooling type other than 0."""
+    is_embedding = bool(layout.metadata.get(f"{layout.arch}.pooling_type"))
+    return is_embedding if spec.embedding is None else spec.embedding
 
 
 def choose_context(

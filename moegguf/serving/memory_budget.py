@@ -19,14 +19,14 @@ from moegguf.engine.devices import query_gpus
 from moegguf.engine.load import choose_gpus, known_speeds, plan_load, read_model
 from moegguf.engine.load_spec import Budgets, ListGpus, LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory, read_memory
-from moegguf.engine.memory import Sizes, choose_context, is_embedding, may_draft
+from moegguf.engine.memory import Sizes, choose_context, may_draft
 from moegguf.engine.plan import Plan, layer_slots, slot_bytes
 from moegguf.engine.solver import make_plan
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.models.details import files_of
 from moegguf.models.entry import ModelEntry
-from moegguf.options import BUDGETS, load_keywords
+from moegguf.options import BUDGETS
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
 from moegguf.settings import Settings
@@ -44,8 +44,9 @@ class LoadConfig:
 
     name: str
     path: str
+    spec: LoadSpec
     plan: Plan  # sizes and places of all memory of the model
-    # Keyword arguments of `Llama`.
+    # Further keyword arguments of `Llama`.
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -106,23 +107,11 @@ def measure(
         machine if wanted.on_device else replace(machine, devices=()),
     )
     least = planner.least()
-    asked = load_keywords(given)
-    # Options that are set here override environment variables of the worker.
-    options = {
-        **{name: value for name, value in asked.items() if value is not None},
-        **spec.budgets.texts,
-        "placement": spec.placement,
-        "n_ctx": wanted.n_ctx,
-        "type_k": spec.type_k,
-        "type_v": spec.type_v,
-        "flash_attn": spec.flash_attn,
-        "embedding": is_embedding(layout.metadata),
-        "draft": spec.draft if may_draft(spec) else "off",
-        "verbose": settings.debug,
-    }
+    options = {**LoadSpec.others(given), "verbose": settings.debug}
+    drafting = spec if may_draft(spec) else replace(spec, draft="off")
 
     def load_config(plan: Plan) -> LoadConfig:
-        return LoadConfig(entry.name, str(entry.path), plan, options)
+        return LoadConfig(entry.name, str(entry.path), drafting, plan, options)
 
     default = replace(spec, n_ctx=LoadSpec.of(settings.loading, commands=True).n_ctx)
     most_bytes, least_bytes = bytes_of(wanted), bytes_of(least)

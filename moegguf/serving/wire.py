@@ -29,6 +29,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import moegguf.errors
@@ -93,8 +94,8 @@ def decode(line: bytes | bytearray) -> Message:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a dataclass, a mapping or bytes to one of JSON's own types. json.dumps
-    calls this function for other types."""
+    """Converts a dataclass, a mapping, a path or bytes to one of JSON's own types.
+    json.dumps calls this function for other types."""
     if is_dataclass(value) and not isinstance(value, type):
         return {
             name: item
@@ -103,6 +104,8 @@ def _plain(value: Any) -> Any:
         }
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     raise TypeError(f"a {type(value).__name__}")
@@ -145,6 +148,8 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return lambda data: kind(
             **{name: readers[name](item) for name, item in data.items()}
         )
+    if hint is Path:
+        return Path
     if hint is bytes:
         return base64.b64decode
     if origin is tuple:

@@ -425,12 +425,8 @@ class Worker:
 def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama:
     """Loads the model of `config` with its plan. Calls `progress` with the share that
     was read; if this returns False, the load stops. Raises the errors of `Llama`."""
-    return Llama(
-        config.path,
-        plan=config.plan,
-        progress=progress,
-        **{"verbose": False, **config.options},
-    )
+    planned = config.spec, config.plan
+    return Llama(config.path, planned=planned, progress=progress, **config.options)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from running import (
 from moegguf.controller.watchdog import OFF_TOKENS, WARM_TOKENS, WEIGHED_TOKENS
 from moegguf.engine import loader
 from moegguf.engine.devices import find_gpus
+from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.pinning import refused_bytes
 from moegguf.engine.session import Place, Session, divide_among_devices
 from moegguf.engine.warm_start import most_used
@@ -529,7 +530,8 @@ def test_a_plan_that_warms_up_evaluates_its_largest_pass_once(path: Path) -> Non
     )
     logits = []
     for warms_up in (False, True):
-        with Llama(path, plan=replace(plan, warms_up=warms_up), **options) as llm:
+        planned = LoadSpec.of(options), replace(plan, warms_up=warms_up)
+        with Llama(path, planned=planned, verbose=False) as llm:
             stats = llm.stats()
             assert stats.tokens == warms_up * plan.n_ubatch and llm.n_tokens == 0
             assert stats.below.misses <= 4 * 4, (

@@ -22,6 +22,7 @@ import pytest
 from answering import Answer, Load, TinyModel
 
 from moegguf.engine.llama import Llama
+from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.plan import MemoryPlan, Plan
 from moegguf.errors import (
     DeviceLostError,
@@ -67,7 +68,14 @@ async def worker_of(path: Path, **config: Any) -> AsyncIterator[WorkerProcess]:
     try:
         config = {"n_ctx": 512, "n_threads": 1, **config}
         await process.load(
-            LoadConfig("tiny", str(path), plan_of(path, config), config), 60
+            LoadConfig(
+                "tiny",
+                str(path),
+                LoadSpec.of(config),
+                plan_of(path, config),
+                {"verbose": False, **LoadSpec.others(config)},
+            ),
+            60,
         )
         yield process
     finally:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,8 +17,9 @@ from own_process import in_own_process
 from moegguf.engine import load_spec
 from moegguf.engine.cost import Speeds
 from moegguf.engine.devices import find_gpus
+from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import Device, Memory
-from moegguf.engine.memory import is_embedding
+from moegguf.engine.memory import computes_embeddings
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError, OptionError
@@ -343,18 +345,21 @@ def test_measure_rejects_a_placement_that_contradicts_n_gpu_layers(
 
 
 @pytest.mark.parametrize(
-    ("metadata", "expected"),
+    ("pooling_type", "embedding", "expected"),
     [
-        ({"general.architecture": "bert", "bert.pooling_type": 1}, True),
-        ({"general.architecture": "bert", "bert.pooling_type": 0}, False),
-        ({"general.architecture": "qwen2moe"}, False),
-        ({}, False),
+        (1, None, True),
+        (0, None, False),
+        (None, None, False),
+        (1, False, False),
+        (None, True, True),
     ],
 )
-def test_is_embedding_reads_the_pooling_type(
-    metadata: dict[str, Any], expected: bool
+def test_the_option_embedding_overrides_the_pooling_type(
+    pooling_type: int | None, embedding: bool | None, expected: bool
 ) -> None:
-    assert is_embedding(metadata) is expected
+    metadata = {} if pooling_type is None else {"bert.pooling_type": pooling_type}
+    layout: Any = SimpleNamespace(arch="bert", metadata=metadata)
+    assert computes_embeddings(layout, LoadSpec(embedding=embedding)) is expected
 
 
 @pytest.mark.parametrize(
@@ -379,7 +384,7 @@ def test_parallel_sequences_share_a_kv_cache_of_kv_tokens(path: Path) -> None:
         given = Settings(loading={"n_parallel": 8, "placement": "cpu", **settings})
         size = measure(entry, {"n_ctx": 4096}, given, memory_of(limit_bytes))
         plan = size.plan_within(size.wanted)
-        assert plan.n_ctx == size.load_config(plan).options["n_ctx"] == 4096
+        assert plan.n_ctx == 4096
         return plan.kv_tokens, plan.needs.kv_bytes
 
     ample = kv_tokens(64 * GIB)
