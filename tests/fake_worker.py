@@ -114,7 +114,7 @@ def die_while_left(file: Path) -> None:
 
 
 def load(number: int, config: dict[str, Any]) -> None:
-    n_ctx = config["plan"]["n_ctx"]
+    n_ctx = config["plan"]["context"]["n_ctx"]
     script = json.loads(config["path"]) if config["path"].startswith("{") else {}
     LOADED.update(script)
     if "log" in script:

@@ -17,6 +17,7 @@ import psutil
 
 from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import Memory
+from moegguf.engine.memory import ContextPlan
 from moegguf.engine.plan import MemoryPlan, Plan
 from moegguf.errors import ModelNotFoundError
 from moegguf.generate.request import Delta, Request
@@ -79,8 +80,9 @@ class FakeCatalog:
         _gpus: Any,
     ) -> ModelSize:
         def plan(room: Room) -> Plan:
+            context = ContextPlan(overrides.get("n_ctx", 4096))
             ram = MemoryPlan(None, (0,), 1, room[RAM], memory.available_bytes)
-            return Plan((ram,), room[RAM], 1, overrides.get("n_ctx", 4096), 1)
+            return Plan((ram,), room[RAM], room[RAM], 1, context, 1)
 
         def load_config(chosen: Plan) -> LoadConfig:
             return LoadConfig(entry.name, str(entry.path), LoadSpec(), chosen)

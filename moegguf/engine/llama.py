@@ -295,14 +295,14 @@ class Llama(UpstreamLlama):
             >>> plan.n_slots, plan.n_experts
             (96, 192)
         """
-        given: dict[str, Any] = dict(options)
-        check_options(given, Llama.__init__)
-        own = {
+        given = {
+            **options,
             "expert_cache": expert_cache,
             "vram_cache": vram_cache,
             "placement": placement,
         }
-        return prepare(model_path, LoadSpec.of({**given, **own}), given).plan
+        check_options(given, Llama.__init__)
+        return prepare(model_path, LoadSpec.of(given), given).plan
 
     def _attach_model(self, params: c.Structure) -> None:
         self._loader.attach_model(params)

@@ -91,7 +91,7 @@ class LoadPlan:
             )
         if "llama_context" in str(error):
             return AllocationError(
-                f"llama.cpp cannot create a context of {self.plan.n_ctx} tokens, most likely for lack of memory"
+                f"llama.cpp cannot create a context of {self.plan.context.n_ctx} tokens, most likely for lack of memory"
                 f" ({reason}); lower n_ctx (--ctx)."
             )
         if READ_ERROR in reason:
@@ -126,23 +126,15 @@ def prepare(
     hooks = layout.is_moe and read_environment().hooks
     options |= spec.keywords
     # True if the plan, not the caller's options, decides which layers run on devices.
-    divides = True
+    divides = hooks and (plan is not None or not spec.leaves_layers)
     if plan is None:
         sizes = Sizes.of(layout, spec)
-        memory = read_memory()
-        check_context(layout, sizes, memory)
-        devices = choose_gpus(layout, spec)
-        divides = devices is not None
-        plan = plan_load(
-            layout,
-            spec,
-            Machine(memory, devices=devices or ()),
-            known_speeds(layout, spec).speeds,
-        )
+        check_context(layout, sizes, read_memory())
+        plan = plan_here(layout, spec)
         # The plan chose the pass length for its slots, but without hooks there are no
         # slots.
         if not hooks:
-            sizes = sizes.with_context(layout, plan.n_ctx)
+            sizes = sizes.with_context(layout, plan.context.n_ctx)
             plan = replace(plan, n_ubatch=sizes.usual_ubatch)
     govern_threads = read_environment().hooks and not (
         spec.n_threads or options.get("n_threads_batch")
@@ -150,31 +142,34 @@ def prepare(
     options["n_threads"] = spec.n_threads or count_cpus()
     options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
     pools = computes_embeddings(layout, spec)
+    n_batch = plan.context.n_batch
     options |= {
         "embedding": pools,
-        "n_ctx": plan.n_ctx,
+        "n_ctx": plan.context.n_ctx,
         # Unless logits_all is set, llama_cpp.Llama allocates an array for the logits of
         # this many tokens, which moegguf uses only for embeddings. The loader later
         # sets the context's n_batch to the plan's.
-        "n_batch": plan.n_batch if pools else min(plan.n_batch, DEFAULT_UBATCH_TOKENS),
+        "n_batch": n_batch if pools else min(n_batch, DEFAULT_UBATCH_TOKENS),
         "n_ubatch": plan.n_ubatch,
     }
     if hooks:
         options["use_mmap"] = False
-    if hooks and divides:
+    if divides:
         _divide_layers(options, plan)
-    no_device = hooks and divides and not plan.on_device
+    no_device = divides and not plan.on_device
     return LoadPlan(path, layout, spec, plan, hooks, options, govern_threads, no_device)
 
 
 def _divide_layers(options: dict[str, Any], plan: Plan) -> None:
     """Sets the options so that llama.cpp uses exactly the GPUs of the plan, and divides
     the layers among them as the plan does."""
-    options["n_gpu_layers"] = plan.n_gpu_layers
     # Proportions of layers for the devices that the session passes to llama.cpp.
     if plan.tensor_split is not None:
         options |= {"split_mode": BY_LAYERS, "tensor_split": list(plan.tensor_split)}
-    elif plan.on_device and len(gpus()) > 1:
+        options.setdefault("n_gpu_layers", -1)
+        return
+    options["n_gpu_layers"] = -1 if plan.on_device else 0
+    if plan.on_device and len(gpus()) > 1:
         (device,) = find_gpus(plan.on_devices[0].name)
         options |= {"split_mode": NO_SPLIT, "main_gpu": device.index}
         options.pop("tensor_split", None)

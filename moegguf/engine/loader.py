@@ -60,7 +60,7 @@ class Loader:
         self, load_plan: LoadPlan, options: dict[str, Any], progress: Progress | None
     ) -> None:
         self.load_plan = load_plan
-        self.n_seq_max = load_plan.plan.n_seq_max
+        self.n_seq_max = load_plan.plan.context.n_seq_max
         self.session: Session | None = None
         self.controller: LiveController | None = None
         self.threads: GovernedThreads | None = None
@@ -157,18 +157,18 @@ class Loader:
     def attach_context(self, params: c.Structure) -> None:
         """Sets the expert hook, sequences, pass sizes and flash attention in struct
         llama_context_params."""
-        plan = self.load_plan.plan
-        params.n_rs_seq = plan.n_rs_seq
+        context = self.load_plan.plan.context
+        params.n_rs_seq = context.n_rs_seq
         params.swa_full = has_whole_windows(self.load_plan.layout, self.load_plan.spec)
         # Each checkpoint is a sequence for llama.cpp.
-        params.n_seq_max = self.n_seq_max * (1 + plan.n_checkpoints)
+        params.n_seq_max = self.n_seq_max * (1 + context.n_checkpoints)
         if self.n_seq_max > 1:
-            params.n_ctx = plan.kv_tokens
+            params.n_ctx = context.kv_tokens
         if params.n_seq_max > 1:
             params.kv_unified = shares_cells(self.load_plan.layout)
         options = self.load_plan.options
         if not options["embedding"]:
-            params.n_batch = min(options["n_ctx"], plan.n_batch)
+            params.n_batch = min(options["n_ctx"], context.n_batch)
             params.n_ubatch = min(params.n_batch, options["n_ubatch"])
             if not options.get("logits_all"):
                 params.n_outputs_max = logits_tokens(

@@ -88,7 +88,7 @@ def devices_of(
     return tuple(
         DeviceSlots(
             part.name, part.n_slots, tuple(il for il in part.layers if il in shape.row_of), through_ram=True,
-            staging=plan.n_staging, link=links[d] if len(links) > 1 else next(iter(links), None),
+            staging=plan.supply.n_staging, link=links[d] if len(links) > 1 else next(iter(links), None),
         )
         for d, part in enumerate(plan.memories) if part.n_slots
     )  # fmt: skip

@@ -197,7 +197,7 @@ def _request(
         "context_store": 0, "policy": "lru", "verbose": False, "n_threads": 1, "n_threads_batch": n_threads_batch,
         "mmproj": str(projector.path.absolute()) if projector is not None else None,
     }  # fmt: skip
-    sizes = Sizes(n_ctx, projector=projector)
+    sizes = Sizes(n_ctx, spec=LoadSpec(projector=projector))
     needs = sizes.needs(layout, max(N_BATCH, n_image), n_slots).total_bytes + beside
     # layers on a device: no memory limit, because drivers map far more memory than they
     # use

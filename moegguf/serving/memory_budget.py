@@ -102,7 +102,7 @@ def measure(
     planner = _Planner(
         layout,
         # Less memory does not shorten the context.
-        replace(spec, n_ctx=wanted.n_ctx, kv_tokens=wanted.kv_tokens),
+        wanted.context.fixed_in(spec),
         wanted,
         machine if wanted.on_device else replace(machine, devices=()),
     )
@@ -123,9 +123,9 @@ def measure(
         },
         plan_within=lambda room: planner.plan_within(room, least),
         load_config=load_config,
-        default_n_ctx=_best_plan(layout, default, machine).n_ctx
+        default_n_ctx=_best_plan(layout, default, machine).context.n_ctx
         if "n_ctx" in overrides
-        else wanted.n_ctx,
+        else wanted.context.n_ctx,
     )
 
 
@@ -171,14 +171,13 @@ class _Planner:
         with fewer slots if one fits, otherwise `least`."""
         if _fits(self.wanted, room):
             return self.wanted
-        one_slot = self._slot_bytes()
         smaller = replace(
             self.spec,
             placement="slots" if self.machine.devices else "cpu",
             budgets=self.spec.budgets.as_limits(
                 self.layout.n_expert_total,
-                one_slot,
-                self.wanted.mean_slot_bytes or one_slot,
+                self._slot_bytes(),
+                self.wanted.device_slot_bytes,
             ),
         )
         gpus = [
@@ -206,9 +205,9 @@ class _Planner:
         ) or spec.is_divided(devices[:1])
         if not layout.is_moe or (devices and as_asked):
             return self.wanted
-        sizes = Sizes.of(layout, spec).with_context(layout, self.wanted.n_ctx)
+        sizes = Sizes.of(layout, spec).with_context(layout, self.wanted.context.n_ctx)
         n_tokens = 1 if devices else sizes.one_pass_tokens
-        n_slots = layer_slots(layout, n_tokens, self.wanted.streams)
+        n_slots = layer_slots(layout, n_tokens, self.wanted.supply.streams)
         one_slot = self._slot_bytes()
         if devices:
             fewest = n_slots * len(devices) * one_slot

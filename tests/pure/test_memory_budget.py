@@ -247,7 +247,7 @@ def test_plan_within_places_slots_on_a_device_and_the_worker_gets_the_plan(
     ram, vram = found.wanted[RAM], found.wanted["GPU0"]
     plan = found.plan_within(found.wanted)
     assert (plan.host_bytes, plan.total_bytes, plan.device) == (ram, vram, "GPU0")
-    assert plan.n_staging > 0 and sent(found, plan) == plan
+    assert plan.supply.n_staging > 0 and sent(found, plan) == plan
     for n_bytes, on_device in (
         (ram, vram - 1),
         (ram - 1, vram),
@@ -259,7 +259,7 @@ def test_plan_within_places_slots_on_a_device_and_the_worker_gets_the_plan(
             and less.host_bytes <= n_bytes
             and less.total_bytes <= on_device
         )
-        assert less.budget_bytes + less.staging_bytes <= 144 * plan.slot_bytes
+        assert less.budget_bytes + less.supply.staging_bytes <= 144 * plan.slot_bytes
 
 
 @pytest.mark.parametrize("choice", ["layers", "auto"])
@@ -302,7 +302,8 @@ def test_n_gpu_layers_counts_a_part_of_the_layers_on_the_device(path: Path) -> N
     half, most = (measure_on_gpu(path, n_gpu_layers=n) for n in (3, 5))
     assert 0 < half.wanted["GPU0"] < most.wanted["GPU0"]
     plan = half.plan_within(half.wanted)
-    assert plan.n_gpu_layers == 3 and sent(half, plan) == plan
+    assert half.load_config(plan).spec.n_gpu_layers == 3
+    assert plan.tensor_split and sent(half, plan) == plan
 
 
 @pytest.mark.parametrize("loading", [{}, {"n_ctx": 4096}])
@@ -384,8 +385,8 @@ def test_parallel_sequences_share_a_kv_cache_of_kv_tokens(path: Path) -> None:
         given = Settings(loading={"n_parallel": 8, "placement": "cpu", **settings})
         size = measure(entry, {"n_ctx": 4096}, given, memory_of(limit_bytes))
         plan = size.plan_within(size.wanted)
-        assert plan.n_ctx == 4096
-        return plan.kv_tokens, plan.needs.kv_bytes
+        assert plan.context.n_ctx == 4096
+        return plan.context.kv_tokens, plan.needs.kv_bytes
 
     ample = kv_tokens(64 * GIB)
     with pytest.warns(

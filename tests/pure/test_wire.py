@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import moegguf.errors
 from moegguf.engine.cost import Placement, Speeds
 from moegguf.engine.load_spec import Budgets, LoadSpec
-from moegguf.engine.memory import MemoryNeeds
-from moegguf.engine.plan import MemoryPlan, PlacementPlan, Plan
+from moegguf.engine.memory import ContextPlan, MemoryNeeds
+from moegguf.engine.plan import MemoryPlan, PlacementPlan, Plan, SupplyPlan
 from moegguf.engine.stats import Stats
 from moegguf.errors import ContextError, MoeggufError, OptionError, WorkerError
 from moegguf.generate.request import (
@@ -47,7 +47,8 @@ STATS = Stats(tokens=5, stall_s=0.25, pool_bytes=1 << 40)
 SPEEDS = Speeds(1e9, Link(2e9, 1e-5), 3e9)
 SLOTS = Placement("slots", 3.5, slot_bytes=7, hit_rate=0.5)
 PLAN = Plan(
-    (MemoryPlan("GPU0", (0, 1), 2, 17), MemoryPlan(None, (2,), 2, 17, 99, 1)), 7, 6, 4096, 512, MemoryNeeds(1, 2, 3),
+    (MemoryPlan("GPU0", (0, 1), 2, 17), MemoryPlan(None, (2,), 2, 17, 99, 1)), 7, 8, 6,
+    ContextPlan(4096, n_seq_max=2), 512, MemoryNeeds(1, 2, 3), SupplyPlan(n_staging=2),
     reasons=("a reason",), tensor_split=(2.0, 1.0),
     placement=PlacementPlan((SLOTS,), SLOTS, "fast", SPEEDS, "put in", 30),
 )  # fmt: skip
