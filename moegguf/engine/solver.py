@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,7 +110,7 @@ def make_plan(
     Raises BudgetError if nothing that `spec` allows fits. Raises OptionError for
     options that do not fit the devices.
     """
-    task = Task(layout, machine, spec)
+    task = Task(layout, machine, Sizes.of(layout, spec))
     if not machine.devices:
         return _plan_cpu(task)
     plans, refused = _plan_each(task)
@@ -175,16 +175,17 @@ def _mapped(task: Task, plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class Task:
-    """The input of the solver: a model, a machine, and the options of a load."""
+    """The input of the solver: a model, a machine, and the sizes and options of a
+    load."""
 
     layout: ExpertLayout
     machine: Machine
-    spec: LoadSpec
+    sizes: Sizes
 
-    @cached_property
-    def sizes(self) -> Sizes:
-        """The sizes that the options specify. Raises the same errors as `Sizes.of`."""
-        return Sizes.of(self.layout, self.spec)
+    @property
+    def spec(self) -> LoadSpec:
+        """The options of the load."""
+        return self.sizes.spec
 
     @property
     def is_divided(self) -> bool:
