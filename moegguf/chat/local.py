@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import load_options_of
-from moegguf.serving.events import (
-    Event,
-    LoadedModel,
-    LoadOverrides,
-    Snapshot,
-    load_overrides,
-)
+from moegguf.serving.events import Event, LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import Workers
 from moegguf.terminal.messages import print_message
@@ -106,19 +100,12 @@ class LocalModel:
         self.spinner.show("starting a worker")
         parameters = conversation.all_parameters()
         self._entry = _here(conversation.entry)
-        self._overrides = load_overrides(parameters)
+        self._overrides = load_options_of(parameters)
         layout = read_layout(self._entry.path)
         warn_of_long_context(layout.hparams.n_ctx_train, self._overrides.get("n_ctx"))
-        settings = self._settings
-        if (
-            n_gpu_layers := load_options_of(parameters).get("n_gpu_layers")
-        ) is not None:
-            settings = replace(
-                settings, loading={**settings.loading, "n_gpu_layers": n_gpu_layers}
-            )
         self._manager = ModelManager(
             self.names,
-            settings,
+            self._settings,
             workers=self._workers,
             on_load=self._show_load,
             on_warning=_print_warning,
