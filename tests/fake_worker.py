@@ -134,11 +134,7 @@ def load(number: int, config: dict[str, Any]) -> None:
             "end", id=number, error={"class": script["fail"], "message": "as scripted"}
         )
         sys.exit()
-    ready = {
-        "n_ctx": n_ctx,
-        "plan": {"n_slots": 3},
-        "n_parallel": script.get("n_parallel", 1),
-    }
+    ready = {"n_ctx": n_ctx, "n_parallel": script.get("n_parallel", 1)}
     send("end", id=number, value=ready, stats={}, decisions={})
 
 

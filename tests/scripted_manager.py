@@ -39,6 +39,9 @@ async def until(condition: Callable[[], object]) -> None:
 COMMAND = (sys.executable, "-I", "-S", str(Path(__file__).with_name("fake_worker.py")))
 MIB = 1 << 20
 
+EMPTY_PLAN = Plan((MemoryPlan(None, (), 0, 0),), 0, 0, 0, ContextPlan(0), 0)
+"""The plan of a model without experts."""
+
 
 class FakeCatalog:
     """A catalog of models such as `a:latest`. Each has a script for the worker, a

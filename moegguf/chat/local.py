@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import load_options_of
 from moegguf.serving.events import Event, LoadedModel, LoadOverrides, Snapshot
-from moegguf.serving.wire import build
 from moegguf.serving.worker_process import Workers
 from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import Spinner, loading_text
@@ -148,10 +147,8 @@ class LocalModel:
     def placement(self) -> Placement | None:
         """The chosen placement of the experts. None if the plan compared no placements,
         or while no model is loaded."""
-        from moegguf.engine.cost import Placement
-
-        found = self.loaded.plan.get("placement") if self.loaded else None
-        return build(Placement, found["chosen"]) if found else None
+        found = self.loaded.plan.placement if self.loaded else None
+        return found.chosen if found else None
 
     @property
     def reads_images(self) -> bool:

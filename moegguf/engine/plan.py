@@ -208,6 +208,12 @@ class Plan:
         return self.device_slots * self.device_slot_bytes + self.staging_slots_bytes
 
     @property
+    def cache_bytes(self) -> dict[str, int]:
+        """{tier: bytes of its budget}. The budget of RAM includes all slots in RAM. The
+        budget of VRAM includes the slots on devices and the staging tensors."""
+        return {"RAM": self.expert_cache_bytes, "VRAM": self.vram_cache_bytes}
+
+    @property
     def staging_slots_bytes(self) -> int:
         """Bytes of a given budget that staging tensors occupy, rounded up to whole
         slots."""

@@ -366,15 +366,6 @@ class MemoryLimits:
         return None if self.lost and not found else found
 
 
-def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
-    """Returns {tier: bytes of its budget} for a plan, which is given as JSON.
-
-    The budget of RAM includes all slots in RAM. The budget of VRAM includes the slots
-    on GPUs and the buffers in which prompts are staged.
-    """
-    return {tier: plan.get(f"{option}_bytes", 0) for tier, option in BUDGETS.items()}
-
-
 def expert_cache_within(
     cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int
 ) -> int:

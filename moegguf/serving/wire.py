@@ -27,7 +27,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,8 +56,6 @@ class Ready:
     """The reply of a worker that has loaded its model."""
 
     n_ctx: int
-    # moegguf.engine.plan.Plan as JSON.
-    plan: Mapping[str, Any] = field(default_factory=dict)
     n_parallel: int = 1  # maximum number of requests that the worker answers at once
 
 

@@ -374,9 +374,7 @@ class Worker:
         )
         self._loop = BatchLoop(llm, together=self._outbox.one_call, on_pass=on_pass)
         self._name, self._start_s = config.name, time.monotonic()
-        self._end(
-            number, wire.Ready(llm.n_ctx(), llm.plan.facts(), llm.n_seq_max), None
-        )
+        self._end(number, wire.Ready(llm.n_ctx(), llm.n_seq_max), None)
         return True
 
     def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:

@@ -20,11 +20,11 @@ import numpy.typing as npt
 import psutil
 import pytest
 from answering import Answer, Load, TinyModel
+from scripted_manager import EMPTY_PLAN
 
 from moegguf.engine.llama import Llama
 from moegguf.engine.load_spec import LoadSpec
-from moegguf.engine.memory import ContextPlan
-from moegguf.engine.plan import MemoryPlan, Plan
+from moegguf.engine.plan import Plan
 from moegguf.errors import (
     DeviceLostError,
     ModelFormatError,
@@ -59,7 +59,7 @@ def plan_of(path: Path, options: dict[str, Any]) -> Plan:
     """Returns the plan of a load, or an empty plan for a file that cannot be loaded."""
     with suppress(MoeggufError):
         return Llama.estimate(path, **options)
-    return Plan((MemoryPlan(None, (), 0, 0),), 0, 0, 0, ContextPlan(512), 512)
+    return EMPTY_PLAN
 
 
 @asynccontextmanager

@@ -37,7 +37,6 @@ from moegguf.serving.memory_budget import (
     admit,
     expert_cache_within,
     measure,
-    planned_budgets,
 )
 from moegguf.serving.wire import build, encode
 from moegguf.settings import Settings
@@ -327,7 +326,7 @@ def test_planned_budgets_count_the_slots_of_layers_on_the_cpu_for_ram(
     plan = found.plan_within(found.wanted)
     (on_gpu, in_ram), size = plan.memories, plan.slot_bytes
     assert in_ram.n_slots > 0 and in_ram.n_below > 0
-    budgets = planned_budgets(plan.facts())
+    budgets = plan.cache_bytes
     assert budgets["RAM"] == (in_ram.n_slots + in_ram.n_below) * size == 48 * size
     assert budgets["VRAM"] == on_gpu.n_slots * size + plan.staging_slots_bytes
 

@@ -84,7 +84,7 @@ OBJECTS = [
     STATS,
     Snapshot("a:latest", (0, 2), 3, b"\x00\x01\x02\x02\x01\x00", b"\xff" * 6, b"\x00" * 6, STATS, True, 12.5, 3.0),
     LoadConfig("a", "/a b", SPEC, PLAN, {"policy": "lru"}),
-    Ready(512, {"n_slots": 4, "reasons": ["a", "b"]}),
+    Ready(512, 4),
 ]  # fmt: skip
 
 
