@@ -114,12 +114,12 @@ def die_while_left(file: Path) -> None:
 
 
 def load(number: int, config: dict[str, Any]) -> None:
-    options = config.get("options", {})
+    n_ctx = config["plan"]["context"]["n_ctx"]
     script = json.loads(config["path"]) if config["path"].startswith("{") else {}
     LOADED.update(script)
     if "log" in script:
         with open(script["log"], "a") as log:
-            log.write(json.dumps(config | options) + "\n")
+            log.write(json.dumps(config | {"n_ctx": n_ctx}) + "\n")
     for i in range(script.get("fractions", 0)):
         send("event", id=number, LoadProgress={"share": (i + 1) / script["fractions"]})
     wait = script.get("wait", os.environ.get("FAKE_WORKER_WAIT"))
@@ -134,11 +134,7 @@ def load(number: int, config: dict[str, Any]) -> None:
             "end", id=number, error={"class": script["fail"], "message": "as scripted"}
         )
         sys.exit()
-    ready = {
-        "n_ctx": options.get("n_ctx", 512),
-        "plan": {"n_slots": 3},
-        "n_parallel": script.get("n_parallel", 1),
-    }
+    ready = {"n_ctx": n_ctx, "n_parallel": script.get("n_parallel", 1)}
     send("end", id=number, Ready=ready, stats={}, decisions={})
 
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import psutil
 
+from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import Memory
+from moegguf.engine.memory import ContextPlan
 from moegguf.engine.plan import MemoryPlan, Plan
 from moegguf.errors import ModelNotFoundError
 from moegguf.generate.request import Delta, Request
@@ -36,6 +38,9 @@ async def until(condition: Callable[[], object]) -> None:
 
 COMMAND = (sys.executable, "-I", "-S", str(Path(__file__).with_name("fake_worker.py")))
 MIB = 1 << 20
+
+EMPTY_PLAN = Plan((MemoryPlan(None, (), 0, 0),), 0, 0, 0, ContextPlan(0), 0)
+"""The plan of a model without experts."""
 
 
 class FakeCatalog:
@@ -78,12 +83,12 @@ class FakeCatalog:
         _gpus: Any,
     ) -> ModelSize:
         def plan(room: Room) -> Plan:
+            context = ContextPlan(overrides.get("n_ctx", 4096))
             ram = MemoryPlan(None, (0,), 1, room[RAM], memory.available_bytes)
-            return Plan((ram,), room[RAM], 1, 4096, 1)
+            return Plan((ram,), room[RAM], room[RAM], 1, context, 1)
 
         def load_config(chosen: Plan) -> LoadConfig:
-            n_ctx = overrides.get("n_ctx", 4096)
-            return LoadConfig(entry.name, str(entry.path), chosen, {"n_ctx": n_ctx})
+            return LoadConfig(entry.name, str(entry.path), LoadSpec(), chosen)
 
         wanted, minimum = self.sizes[entry.name]
         return ModelSize({RAM: wanted}, {RAM: minimum}, plan, load_config, 4096)

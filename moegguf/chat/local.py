@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moegguf.generate.request import Event
 from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.options import load_options_of
-from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot, load_overrides
-from moegguf.serving.wire import build
+from moegguf.serving.events import LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.worker_process import Workers
 from moegguf.terminal.messages import print_message
 from moegguf.terminal.progress import Spinner, loading_text
@@ -101,19 +100,12 @@ class LocalModel:
         self.spinner.show("starting a worker")
         parameters = conversation.all_parameters()
         self._entry = _here(conversation.entry)
-        self._overrides = load_overrides(parameters)
+        self._overrides = load_options_of(parameters)
         layout = read_layout(self._entry.path)
         warn_of_long_context(layout.hparams.n_ctx_train, self._overrides.get("n_ctx"))
-        settings = self._settings
-        if (
-            n_gpu_layers := load_options_of(parameters).get("n_gpu_layers")
-        ) is not None:
-            settings = replace(
-                settings, loading={**settings.loading, "n_gpu_layers": n_gpu_layers}
-            )
         self._manager = ModelManager(
             self.names,
-            settings,
+            self._settings,
             workers=self._workers,
             on_load=self._show_load,
             on_warning=_print_warning,
@@ -156,10 +148,8 @@ class LocalModel:
     def placement(self) -> Placement | None:
         """The chosen placement of the experts. None if the plan compared no placements,
         or while no model is loaded."""
-        from moegguf.engine.cost import Placement
-
-        found = self.loaded.plan.get("placement") if self.loaded else None
-        return build(Placement, found["chosen"]) if found else None
+        found = self.loaded.plan.placement if self.loaded else None
+        return found.chosen if found else None
 
     @property
     def reads_images(self) -> bool:

@@ -28,7 +28,7 @@ from moegguf.cli.options import (
     output_flag,
 )
 from moegguf.errors import MoeggufError, OptionError
-from moegguf.options import LOAD_PARAMETERS, OPTIONS
+from moegguf.options import LOAD_PARAMETERS, OPTIONS, load_options_of
 from moegguf.quantities import parse_duration
 from moegguf.terminal.keyboard import keyboard_echo_off
 from moegguf.terminal.loading import (
@@ -249,9 +249,7 @@ def run(
                 entry = with_files(find_or_pull(name), **files)
                 parameters = _defaults(environment, entry) | parameters
                 if sys.stderr.isatty() or verbose:
-                    print_card_note(
-                        loading | {"n_gpu_layers": parameters.get("num_gpu")}
-                    )
+                    print_card_note(loading | load_options_of(parameters))
             # --ctx 0: the context length that the model was trained with.
             if parameters.get("num_ctx") == 0:
                 parameters["num_ctx"] = connection.details(entry).n_ctx_train

@@ -183,10 +183,12 @@ class Context:
         plan = loader.load_plan.plan
         # Sequences cannot return to a checkpoint with other parts of the memory, such
         # as the cells of a sliding window.
-        has_checkpoints = plan.n_checkpoints and self.memory.all == CELLS | RECURRENT
+        has_checkpoints = (
+            plan.context.n_checkpoints and self.memory.all == CELLS | RECURRENT
+        )
         # Tracks by how many tokens each sequence can be rolled back.
         self.rollback = Rollback(
-            plan.n_rs_seq,
+            plan.context.n_rs_seq,
             min(llm.context_params.n_ubatch, llm.n_batch),
             own_cells=not shares_cells(loader.load_plan.layout),
             checkpoints=Checkpoints(self.memory, loader.n_seq_max)

@@ -246,7 +246,7 @@ class ModelDrafts:
             n_max = (
                 DRAFT_TOKENS[0]
                 if llm.context.returns_to_checkpoints
-                else min(N_MAX, llm.plan.n_rs_seq)
+                else min(N_MAX, llm.plan.context.n_rs_seq)
             )
         if not n_max:
             if self._chosen != "auto":

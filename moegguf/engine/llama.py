@@ -24,7 +24,7 @@ from moegguf.engine.drafts import Drafts, ModelDrafts
 from moegguf.engine.kv_block_store import KvBlockStore, default_folder
 from moegguf.engine.live_controller import ControllerOptions
 from moegguf.engine.load import check_options, prepare
-from moegguf.engine.load_spec import Budget, store_limit
+from moegguf.engine.load_spec import Budget, LoadSpec
 from moegguf.engine.loader import Loader, Progress
 from moegguf.engine.plan import Plan
 from moegguf.engine.prefix_cache import PrefixCache, open_prefix_cache
@@ -101,7 +101,7 @@ class Llama(UpstreamLlama):
         mmproj: str | os.PathLike[str] | None = None,
         draft: str | os.PathLike[str] | None = None,
         mirror: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-        plan: Plan | None = None,
+        planned: tuple[LoadSpec, Plan] | None = None,
         **options: Unpack[LlamaCppOptions],
     ) -> None:
         """Loads a model.
@@ -175,8 +175,8 @@ class Llama(UpstreamLlama):
                 its first file), or a folder of copies with the model's own file names. A copy that differs from the
                 model's file raises OptionError. If moegguf cannot read a copy, it prints a warning and no longer uses
                 this copy. For a model without experts, mirrors have no effect.
-            plan: a plan that a server has made for this load (engine/solver.py). If `plan` is None, `Llama` makes the
-                plan.
+            planned: the checked options and the plan that a server has made for this load (engine/solver.py). If
+                `planned` is None, `Llama` makes both. Otherwise options in the `LoadSpec` must not be given again.
             progress: a function that is called with values from 0.0 to 1.0 while the weights are read. The load fails
                 with GenerationCancelled if the function returns False, and with CallbackError if the function raises an
                 exception.
@@ -205,7 +205,6 @@ class Llama(UpstreamLlama):
         if policy == "auto":
             policy = environment.get("policy", "auto")
         chosen = ControllerOptions(*named.parts(policy, predictor, prefetch), lockstep)
-        store = named.store if store is None else store
         warm_start = (
             bool(environment.get("warm_start")) if warm_start is None else warm_start
         )
@@ -213,7 +212,9 @@ class Llama(UpstreamLlama):
             "expert_cache": expert_cache,
             "vram_cache": vram_cache,
             "placement": placement,
+            "strategy": named.name,
             "store": store,
+            "context_store": context_store,
             "draft": draft,
             "n_seq_max": n_seq_max,
             "kv_tokens": kv_tokens,
@@ -221,27 +222,27 @@ class Llama(UpstreamLlama):
             "mirror": mirror,
         }
         self._keywords = dict(
-            model_path=model_path, plan=plan, strategy=named.name, warm_start=warm_start, context_store=context_store,
-            **own, **vars(chosen), **given,
+            model_path=model_path, planned=planned, warm_start=warm_start, **own, **vars(chosen), **given,
         )  # fmt: skip
         if draft is None and (trace or lockstep):
             # Drafts would change the routing that is recorded or replayed.
             own["draft"] = "off"
         if trace or lockstep or given.get("vocab_only"):
-            context_store = 0
-        own["context_store"] = context_store
-        kept_bytes = store_limit(context_store)
-        self._drafts = ModelDrafts(own["draft"] or environment.get("draft", "auto"))
-        load_plan = prepare(model_path, own, given, plan)
+            own["context_store"] = 0
+        spec, plan = planned or (LoadSpec.of({**given, **own}), None)
+        self._drafts = ModelDrafts(spec.draft)
+        load_plan = prepare(model_path, spec, given, plan)
         self.layout = load_plan.layout
         self.plan = load_plan.plan
-        self.reads_images = load_plan.spec.projector is not None and bool(mmproj)
+        self.reads_images = spec.projector is not None and bool(mmproj)
         try:
-            self._loader = loader = Loader(load_plan, given, store, progress)
+            self._loader = loader = Loader(load_plan, given, progress)
             self.session = loader.session
             self._closed = False
             kept = (
-                KvBlockStore(default_folder(), kept_bytes) if kept_bytes != 0 else None
+                KvBlockStore(default_folder(), spec.context_store)
+                if spec.context_store != 0
+                else None
             )
             recent = (
                 RecentExperts(self.session, kept) if kept and self.session else None
@@ -262,7 +263,7 @@ class Llama(UpstreamLlama):
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
             self.prefix_cache = (
-                open_prefix_cache(self, self.context, load_plan, store, kept, recent)
+                open_prefix_cache(self, self.context, load_plan, kept, recent)
                 if kept
                 else None
             )
@@ -294,14 +295,14 @@ class Llama(UpstreamLlama):
             >>> plan.n_slots, plan.n_experts
             (96, 192)
         """
-        given: dict[str, Any] = dict(options)
-        check_options(given, Llama.__init__)
-        own = {
+        given = {
+            **options,
             "expert_cache": expert_cache,
             "vram_cache": vram_cache,
             "placement": placement,
         }
-        return prepare(model_path, own, given).plan
+        check_options(given, Llama.__init__)
+        return prepare(model_path, LoadSpec.of(given), given).plan
 
     def _attach_model(self, params: c.Structure) -> None:
         self._loader.attach_model(params)

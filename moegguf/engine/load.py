@@ -4,7 +4,7 @@ the LoadSpec, and the keywords of llama.cpp from both.
     options ─► LoadSpec (load_spec.py) ─► Sizes (memory.py) ─► solver.py over a Machine (machine.py, devices.py) ─► Plan
 
 The process that owns the memory makes the plan, here or in `serving/memory_budget.py`;
-a process that receives a plan makes none. Reads the system's free memory, and lists
+a process that receives a LoadSpec and a plan makes none. Reads the system's free memory, and lists
 devices through their drivers. If placements are compared, this machine may be measured,
 and the results are kept (`speeds.py`). Does not load anything.
 """
@@ -22,7 +22,12 @@ from moegguf.engine.devices import find_gpus, gpus, has_gpu
 from moegguf.engine.drafts import drafted
 from moegguf.engine.load_spec import BY_LAYERS, NO_SPLIT, ListGpus, LoadSpec
 from moegguf.engine.machine import Device, Machine, count_cpus, read_memory
-from moegguf.engine.memory import DEFAULT_UBATCH_TOKENS, Sizes, check_context
+from moegguf.engine.memory import (
+    DEFAULT_UBATCH_TOKENS,
+    Sizes,
+    check_context,
+    computes_embeddings,
+)
 from moegguf.engine.pinning import refused_bytes
 from moegguf.engine.plan import Plan
 from moegguf.engine.solver import make_plan
@@ -86,7 +91,7 @@ class LoadPlan:
             )
         if "llama_context" in str(error):
             return AllocationError(
-                f"llama.cpp cannot create a context of {self.plan.n_ctx} tokens, most likely for lack of memory"
+                f"llama.cpp cannot create a context of {self.plan.context.n_ctx} tokens, most likely for lack of memory"
                 f" ({reason}); lower n_ctx (--ctx)."
             )
         if READ_ERROR in reason:
@@ -99,16 +104,12 @@ class LoadPlan:
 
 
 def prepare(
-    model: StrPath,
-    own: Mapping[str, Any],
-    options: Mapping[str, Any],
-    plan: Plan | None = None,
+    model: StrPath, spec: LoadSpec, options: Mapping[str, Any], plan: Plan | None = None
 ) -> LoadPlan:
-    """Reads the model's header, checks the options, and returns the load with its plan.
-    Makes the plan if `plan` is None.
+    """Reads the model's header, and returns the load with its plan. Makes the plan if
+    `plan` is None.
 
-    own: keywords that only `Llama` has. options: keywords that llama_cpp.Llama also
-    has, as the user passed them.
+    options: keywords that llama_cpp.Llama also has, as the user passed them.
 
     Raises ModelNotFoundError, ModelFormatError, BudgetError, OptionError,
     CapabilityError for a kind of model that moegguf does not run, and AllocationError
@@ -116,7 +117,6 @@ def prepare(
     """
     path = os.fspath(find_model(model))
     options = {n: v for n, v in options.items() if n not in LEGACY_OPTIONS}
-    spec = LoadSpec.of({**options, **own})
     layout = read_model(path, spec, vocab_only=bool(options.get("vocab_only")))
     if layout.arch in DIFFUSION:
         raise CapabilityError(
@@ -124,71 +124,52 @@ def prepare(
             " moegguf cannot run them; choose another model."
         )
     hooks = layout.is_moe and read_environment().hooks
-    sizes = Sizes.of(layout, spec)
-    # divides: True if the plan, not the caller's options, decides which layers run on
-    # devices
-    divides = received = plan is not None
+    options |= spec.keywords
+    # True if the plan, not the caller's options, decides which layers run on devices.
+    divides = hooks and (plan is not None or not spec.leaves_layers)
     if plan is None:
-        memory = read_memory()
-        check_context(layout, sizes, memory)
-        devices = choose_gpus(layout, spec)
-        divides = devices is not None
-        plan = plan_load(
-            layout,
-            spec,
-            Machine(memory, devices=devices or ()),
-            known_speeds(layout, spec).speeds,
-        )
+        sizes = Sizes.of(layout, spec)
+        check_context(layout, sizes, read_memory())
+        plan = plan_here(layout, spec)
+        # The plan chose the pass length for its slots, but without hooks there are no
+        # slots.
+        if not hooks:
+            sizes = sizes.with_context(layout, plan.context.n_ctx)
+            plan = replace(plan, n_ubatch=sizes.usual_ubatch)
     govern_threads = read_environment().hooks and not (
-        options.get("n_threads") or options.get("n_threads_batch")
+        spec.n_threads or options.get("n_threads_batch")
     )
-    options |= _keywords(spec, plan, sizes.pools)
-    options["n_threads"] = options.get("n_threads") or count_cpus()
+    options["n_threads"] = spec.n_threads or count_cpus()
     options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
-    # The plan chose the pass length for its slots, but without hooks there are no
-    # slots.
-    if not (hooks or received):
-        options["n_ubatch"] = sizes.with_context(layout, plan.n_ctx).usual_ubatch
+    pools = computes_embeddings(layout, spec)
+    n_batch = plan.context.n_batch
+    options |= {
+        "embedding": pools,
+        "n_ctx": plan.context.n_ctx,
+        # Unless logits_all is set, llama_cpp.Llama allocates an array for the logits of
+        # this many tokens, which moegguf uses only for embeddings. The loader later
+        # sets the context's n_batch to the plan's.
+        "n_batch": n_batch if pools else min(n_batch, DEFAULT_UBATCH_TOKENS),
+        "n_ubatch": plan.n_ubatch,
+    }
     if hooks:
         options["use_mmap"] = False
-    if hooks and divides:
+    if divides:
         _divide_layers(options, plan)
-    no_device = hooks and divides and not plan.on_device
+    no_device = divides and not plan.on_device
     return LoadPlan(path, layout, spec, plan, hooks, options, govern_threads, no_device)
-
-
-def _keywords(spec: LoadSpec, plan: Plan, embedding: bool) -> dict[str, Any]:
-    """Returns the keywords of llama_cpp.Llama that follow from the plan and the checked
-    options. embedding: True if the model computes embeddings.
-
-    Without logits_all, llama_cpp.Llama allocates an array for the logits of `n_batch`
-    tokens, which moegguf does not use. To keep this array small, `n_batch` is at most
-    DEFAULT_UBATCH_TOKENS here, except for embeddings. The loader later sets the
-    context's `n_batch` to the plan's.
-    """
-    found: dict[str, Any] = {
-        "n_ctx": plan.n_ctx,
-        # the loader later sets the context's n_batch to the plan's
-        "n_batch": plan.n_batch
-        if embedding
-        else min(plan.n_batch, DEFAULT_UBATCH_TOKENS),
-        "n_ubatch": plan.n_ubatch,
-        "type_k": spec.type_k,
-        "type_v": spec.type_v,
-        "flash_attn": spec.flash_attn,
-        "embedding": embedding,
-    }
-    return found | ({"lora_path": spec.lora_path} if spec.lora_path else {})
 
 
 def _divide_layers(options: dict[str, Any], plan: Plan) -> None:
     """Sets the options so that llama.cpp uses exactly the GPUs of the plan, and divides
     the layers among them as the plan does."""
-    options["n_gpu_layers"] = plan.n_gpu_layers
     # Proportions of layers for the devices that the session passes to llama.cpp.
     if plan.tensor_split is not None:
         options |= {"split_mode": BY_LAYERS, "tensor_split": list(plan.tensor_split)}
-    elif plan.on_device and len(gpus()) > 1:
+        options.setdefault("n_gpu_layers", -1)
+        return
+    options["n_gpu_layers"] = -1 if plan.on_device else 0
+    if plan.on_device and len(gpus()) > 1:
         (device,) = find_gpus(plan.on_devices[0].name)
         options |= {"split_mode": NO_SPLIT, "main_gpu": device.index}
         options.pop("tensor_split", None)

@@ -26,6 +26,12 @@ F16 = 1
 EVERY_LAYER = 999  # value of n_gpu_layers that covers every layer of any model
 NO_SPLIT, BY_LAYERS = 0, 1  # values of enum llama_split_mode
 AUTO = ExpertCache("auto")
+LLAMA_CPP_KEYWORDS = (
+    "embedding", "flash_attn", "lora_path", "main_gpu", "n_gpu_layers", "split_mode", "tensor_split", "type_k",
+    "type_v",
+)  # fmt: skip
+"""Options that may change the code that llama.cpp runs, with the names of its
+bindings."""
 
 Budget = str | int | float | ExpertCache
 ListGpus = Callable[[], Sequence[Device] | None]
@@ -110,6 +116,9 @@ class LoadSpec:
     # the window and a pass. A sequence that is cut before these cells then continues
     # from a stored context.
     whole_windows: bool = True
+    # Limit in bytes on the contexts that are stored on disk; 0: no contexts are stored;
+    # None: `KvBlockStore` chooses the limit.
+    context_store: int | None = None
     embedding: bool | None = False  # None: True if the file's header has a pooling type
     budgets: Budgets = Budgets()
     placement: str = "auto"
@@ -182,11 +191,11 @@ class LoadSpec:
         )
         adapter = options.get("lora_path")
         whole_windows = options.get("swa_full")
+        kept_bytes = _context_limit(options.get("context_store", "auto"))
         if whole_windows is None:
             # No contexts are stored in these cases, so a prompt with an edited message
             # would be computed again from its beginning.
-            stored = store_limit(options.get("context_store"))
-            whole_windows = stored == 0 or bool(options.get("logits_all"))
+            whole_windows = kept_bytes == 0 or bool(options.get("logits_all"))
         split = options.get("tensor_split") if mode == BY_LAYERS else None
         checked = {
             "type_k": _cache_type("type_k", options.get("type_k", F16)),
@@ -195,10 +204,13 @@ class LoadSpec:
             "placement": placement,
             "draft": os.fspath(options.get("draft", "auto")),
             "projector": read_projector(images) if images else None,
-            "lora_path": os.path.expanduser(os.fspath(adapter)) if adapter else None,
+            "lora_path": os.path.abspath(os.path.expanduser(adapter))
+            if adapter
+            else None,
             "mirror": parse_mirrors(options.get("mirror")),
-            "tensor_split": None if split is None else tuple(split),
+            "tensor_split": None if split is None else tuple(map(float, split)),
             "store": store,
+            "context_store": kept_bytes,
             "whole_windows": bool(whole_windows),
             "needs_gpu": needs_gpu,
             "leaves_layers": not needs_gpu and (own_division or budget == ""),
@@ -213,6 +225,27 @@ class LoadSpec:
         )
         found.is_divided(())
         return found
+
+    @staticmethod
+    def others(given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the options in `given` that a LoadSpec does not contain, such as the
+        policy, as keywords of `Llama`."""
+        known = {each.name for each in fields(LoadSpec)}.union(BUDGETS.values())
+        return {
+            name: value
+            for name, value in load_keywords(given).items()
+            if name not in known and value is not None
+        }
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The options that are also keywords of `llama_cpp.Llama`, without sizes."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name in LLAMA_CPP_KEYWORDS
+            and (value is not None or name in COMMAND_DEFAULTS)
+        }
 
     @property
     def refuses_cpu(self) -> bool:
@@ -290,16 +323,11 @@ def parse_mirrors(given: StrPath | Sequence[StrPath] | None) -> tuple[str, ...]:
     return tuple(map(os.path.abspath, paths))
 
 
-def store_limit(given: str | int | None) -> int | None:
-    """Returns the limit in bytes from the option `context_store`, or from the
-    environment if the option is None. The result None means that `KvBlockStore` chooses
-    the limit. Raises OptionError."""
+def _context_limit(given: str | int) -> int | None:
+    """Returns the limit in bytes from the option `context_store`; None for "auto".
+    Raises OptionError."""
     try:
-        return parse_store_size(
-            read_load_keywords().get("context_store", "auto")
-            if given is None
-            else given
-        )
+        return parse_store_size(given)
     except ValueError as error:
         raise OptionError(f"context_store: {error}.") from None
 

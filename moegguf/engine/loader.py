@@ -37,7 +37,6 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import StrPath
 from moegguf.gguf.shards import mirror_paths
 from moegguf.native import library
-from moegguf.native.store import StoreOptions
 
 if TYPE_CHECKING:
     from moegguf.engine.recording import Recording, TraceOptions
@@ -58,14 +57,10 @@ class Loader:
     """
 
     def __init__(
-        self,
-        load_plan: LoadPlan,
-        options: dict[str, Any],
-        store: StoreOptions,
-        progress: Progress | None,
+        self, load_plan: LoadPlan, options: dict[str, Any], progress: Progress | None
     ) -> None:
         self.load_plan = load_plan
-        self.n_seq_max = load_plan.plan.n_seq_max
+        self.n_seq_max = load_plan.plan.context.n_seq_max
         self.session: Session | None = None
         self.controller: LiveController | None = None
         self.threads: GovernedThreads | None = None
@@ -81,11 +76,9 @@ class Loader:
         self._callback: Any = self._bindings.llama_progress_callback(self._report)
         # An empty list of devices: its first entry is null.
         self._no_devices = (c.c_void_p * 1)()
-        self._repack = store.repack
         plan = load_plan.plan
-        try_first(
-            load_plan.layout, options, self._report_waiting, load_plan.spec.projector
-        )
+        store = load_plan.spec.store
+        try_first(load_plan.layout, load_plan.spec, options, self._report_waiting)
         if load_plan.no_device or plan.layers_on:
             # `device` names the device of the slots; here they are in RAM.
             store = replace(store, device=None)
@@ -152,7 +145,9 @@ class Loader:
         """Sets the experts' buffer type, the progress callback and other fields in
         struct llama_model_params."""
         params.load_mtp = self.load_plan.layout.loads_heads
-        params.use_extra_bufts = params.use_extra_bufts and self._repack
+        params.use_extra_bufts = (
+            params.use_extra_bufts and self.load_plan.spec.store.repack
+        )
         if self.session is not None:
             self.session.attach_model(params)
         params.progress_callback = self._callback
@@ -162,18 +157,18 @@ class Loader:
     def attach_context(self, params: c.Structure) -> None:
         """Sets the expert hook, sequences, pass sizes and flash attention in struct
         llama_context_params."""
-        plan = self.load_plan.plan
-        params.n_rs_seq = plan.n_rs_seq
+        context = self.load_plan.plan.context
+        params.n_rs_seq = context.n_rs_seq
         params.swa_full = has_whole_windows(self.load_plan.layout, self.load_plan.spec)
         # Each checkpoint is a sequence for llama.cpp.
-        params.n_seq_max = self.n_seq_max * (1 + plan.n_checkpoints)
+        params.n_seq_max = self.n_seq_max * (1 + context.n_checkpoints)
         if self.n_seq_max > 1:
-            params.n_ctx = plan.kv_tokens
+            params.n_ctx = context.kv_tokens
         if params.n_seq_max > 1:
             params.kv_unified = shares_cells(self.load_plan.layout)
         options = self.load_plan.options
         if not options["embedding"]:
-            params.n_batch = min(options["n_ctx"], plan.n_batch)
+            params.n_batch = min(options["n_ctx"], context.n_batch)
             params.n_ubatch = min(params.n_batch, options["n_ubatch"])
             if not options.get("logits_all"):
                 params.n_outputs_max = logits_tokens(

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from moegguf.engine.devices import has_gpu
 from moegguf.engine.load_spec import AUTO, F16, LoadSpec
@@ -34,7 +32,6 @@ from moegguf.engine.windows import has_whole_windows, window_cells, window_layer
 from moegguf.errors import AllocationError, OptionError
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.experts import ExpertLayout
-from moegguf.gguf.projector import ProjectorHeader
 from moegguf.options import MAX_PARALLEL
 from moegguf.processor import has_kernels, read_processor
 from moegguf.quantities import MIB, ExpertCache, format_bytes
@@ -99,6 +96,26 @@ class MemoryNeeds:
         """The total size in bytes, without the slots themselves."""
         lasting = self.dense_bytes + self.projector_bytes + self.kv_bytes
         return lasting + self.compute_bytes
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """The part of a plan for the context, in tokens and sequences."""
+
+    n_ctx: int
+    kv_tokens: int = 0  # number of tokens, over all sequences, that fit in the KV cache
+    n_batch: int = DEFAULT_UBATCH_TOKENS
+    n_seq_max: int = 1
+    # Snapshots of each sequence's recurrent state; this many of its last tokens can be
+    # rolled back.
+    n_rs_seq: int = 0
+    # 1: each sequence returns to a checkpoint of its recurrent state after a rejected
+    # draft.
+    n_checkpoints: int = 0
+
+    def fixed_in(self, spec: LoadSpec) -> LoadSpec:
+        """Returns the options with this context, so that another plan has the same."""
+        return replace(spec, n_ctx=self.n_ctx, kv_tokens=self.kv_tokens)
 
 
 def kv_bytes(
@@ -256,8 +273,8 @@ def slot_work_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that determine a load's memory needs: context, passes, sequences, cache
-    types and optional parts."""
+    """The sizes that determine a load's memory needs: context, passes, sequences and
+    optional parts."""
 
     # 0: the model's own length; None: chosen by `choose_context`.
     n_ctx: int | None = None
@@ -276,18 +293,12 @@ class Sizes:
     n_checkpoints: int = 0
     # Number of tokens, over all sequences, that fit in the KV cache; None: chosen.
     kv_tokens: int | None = None
-    type_k: int = F16  # KV cache types, as ggml's numbers
-    type_v: int = F16
-    flash_attn: bool | None = False  # None: used if the compute devices support it
-    # Header of the projector file; None: no images are read.
-    projector: ProjectorHeader | None = None
+    # The checked options. The other fields replace the options with their names.
+    spec: LoadSpec = field(default_factory=LoadSpec)
     adapter_bytes: int = 0  # bytes of the LoRA adapter; 0: there is none
     reader_bytes: int = 0  # bytes of read buffers for the threads that read mirrors
     # True: each text is pooled into one embedding, and must be in one pass.
     pools: bool = False
-    logits_all: bool = False  # True: every token of a pass has logits
-    # True: layers with a sliding window have cells for the whole context.
-    whole_windows: bool = True
     # True: the sizes are for devices, so memory that is always in RAM is not counted.
     on_device: bool = False
     reasons: tuple[str, ...] = ()  # sentences about the choices, for the user
@@ -297,9 +308,7 @@ class Sizes:
         """Returns the sizes that the options in `spec` specify for this model. Raises
         OptionError for an impossible context length, and the same errors as
         `read_adapter`."""
-        pools = (
-            is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
-        )
+        pools = computes_embeddings(layout, spec)
         drafts = not pools and may_draft(spec)
         return cls(
             n_ctx=None if spec.n_ctx is None else pad_context(spec.n_ctx),
@@ -311,29 +320,25 @@ class Sizes:
                 drafts and is_stateful(layout) and layout.arch not in ROLLBACK_ARCHS
             ),
             kv_tokens=spec.kv_tokens or None,
-            type_k=spec.type_k,
-            type_v=spec.type_v,
-            flash_attn=spec.flash_attn,
-            projector=spec.projector,
+            spec=spec,
             adapter_bytes=read_adapter(spec.lora_path, layout.arch).n_bytes
             if spec.lora_path
             else 0,
             reader_bytes=len(spec.mirror) * spec.store.readers * READ_BYTES,
             pools=pools,
-            logits_all=spec.logits_all,
-            whole_windows=has_whole_windows(layout, spec),
         )
-
-    @property
-    def n_saved(self) -> int:
-        """Number of snapshots and checkpoints of each sequence's recurrent state."""
-        return self.n_rs_seq + self.n_checkpoints
 
     @property
     def one_pass_tokens(self) -> int:
         """Number of image tokens that must be in the same pass; 1 without a projector,
         or if an image may be split among several passes."""
-        return max(1, self.projector.one_pass_tokens if self.projector else 1)
+        projector = self.spec.projector
+        return max(1, projector.one_pass_tokens if projector else 1)
+
+    @property
+    def projector_bytes(self) -> int:
+        """Bytes of the projector's weights and buffers; 0 without a projector."""
+        return self.spec.projector.total_bytes if self.spec.projector else 0
 
     @property
     def usual_ubatch(self) -> int:
@@ -357,17 +362,18 @@ class Sizes:
 
     def n_logits(self, layout: ExpertLayout) -> int | None:
         """Returns how many tokens of a pass may have logits; None: all of them."""
-        if self.pools or self.logits_all:
+        if self.pools or self.spec.logits_all:
             return None
         return logits_tokens(layout, self.n_seq_max)
 
     def is_fused(self, layout: ExpertLayout) -> bool:
         """Returns True if the plan assumes fused attention; never for an architecture
-        in NEVER_FUSED. If `flash_attn` is None, fused attention is assumed only on the
+        in NEVER_FUSED. If the option is None, fused attention is assumed only on the
         CPU, because a device may lack the kernel."""
+        fused = self.spec.flash_attn
         if layout.arch in NEVER_FUSED:
             return False
-        return not self.on_device if self.flash_attn is None else self.flash_attn
+        return not self.on_device if fused is None else fused
 
     def with_context(self, layout: ExpertLayout, n_ctx: int) -> Sizes:
         """Returns the sizes with a context of `n_ctx` tokens. With `pools`, a missing
@@ -392,6 +398,19 @@ class Sizes:
             self, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_seq_max=n_seq_max
         )
 
+    def context(self, n_ubatch: int) -> ContextPlan:
+        """Returns the chosen context, for passes of `n_ubatch` tokens."""
+        n_batch = self.n_batch or max(DEFAULT_UBATCH_TOKENS, n_ubatch)
+        can_roll_back = min(n_ubatch, n_batch) > self.n_rs_seq + 1
+        return ContextPlan(
+            self.n_ctx or 0,
+            self.kv_tokens or 0,
+            n_batch,
+            self.n_seq_max,
+            self.n_rs_seq if can_roll_back else 0,
+            self.n_checkpoints,
+        )
+
     def needs(
         self, layout: ExpertLayout, n_ubatch: int, n_slots: int = 0
     ) -> MemoryNeeds:
@@ -413,16 +432,19 @@ class Sizes:
             layout.dense_bytes + layout.tied_output_bytes + self.adapter_bytes,
             self.kv_bytes(layout, n_kv, n_ubatch),
             compute_bytes,
-            self.projector.total_bytes if self.projector else 0,
+            self.projector_bytes,
         )
 
     def kv_bytes(self, layout: ExpertLayout, n_cells: int, n_ubatch: int) -> int:
         """Returns the size in bytes of the KV cache and the recurrent states. The cache
         has room for `n_cells` tokens of all sequences, and a pass has `n_ubatch`
         tokens."""
+        spec = self.spec
+        n_saved = self.n_rs_seq + self.n_checkpoints
+        is_whole = has_whole_windows(layout, spec)
         return kv_bytes(
-            layout, n_cells, self.type_k, self.type_v, self.n_seq_max, self.n_saved,
-            None if self.whole_windows else n_ubatch, self.is_fused(layout),
+            layout, n_cells, spec.type_k, spec.type_v, self.n_seq_max, n_saved,
+            None if is_whole else n_ubatch, self.is_fused(layout),
         )  # fmt: skip
 
     def kv_shares(self, layout: ExpertLayout, n_ubatch: int) -> Counter[int]:
@@ -430,20 +452,23 @@ class Sizes:
         without states and compressed keys."""
         n_kv = self.kv_tokens or self.n_ctx or 0
         n_in_windows = None
-        if not self.whole_windows:
+        if not has_whole_windows(layout, self.spec):
             n_in_windows = window_cells(layout, n_kv, self.n_seq_max, n_ubatch)
+        spec = self.spec
         shares = Counter[int]()
         for il, n_bytes in layer_kv_bytes(
-            layout, n_kv, self.type_k, self.type_v, n_in_windows, self.is_fused(layout)
+            layout, n_kv, spec.type_k, spec.type_v, n_in_windows, self.is_fused(layout)
         ):
             shares[il] += n_bytes
         return shares
 
 
-def is_embedding(metadata: Mapping[str, Any]) -> bool:
-    """Returns True if a model is an embedding model: its GGUF header has a pooling type
-    other than 0."""
-    return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
+def computes_embeddings(layout: ExpertLayout, spec: LoadSpec) -> bool:
+    """Returns True if the load computes embeddings. This is so if the option
+    `embedding` is True, or if the option is None and the model's GGUF header has a
+    pooling type other than 0."""
+    is_embedding = bool(layout.metadata.get(f"{layout.arch}.pooling_type"))
+    return is_embedding if spec.embedding is None else spec.embedding
 
 
 def choose_context(
@@ -477,11 +502,7 @@ def choose_context(
         else cache.n_bytes or round(cache.fraction * layout.expert_bytes)
     )
     pool_bytes = min(given_bytes, layout.expert_bytes)
-    free_bytes -= (
-        sizes.adapter_bytes
-        + sizes.reader_bytes
-        + (sizes.projector.total_bytes if sizes.projector else 0)
-    )
+    free_bytes -= sizes.adapter_bytes + sizes.reader_bytes + sizes.projector_bytes
     buffers = partial(
         pass_bytes,
         layout,

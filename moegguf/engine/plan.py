@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moegguf.engine.cost import Placement, Speeds
-from moegguf.engine.memory import MemoryNeeds
+from moegguf.engine.memory import ContextPlan, MemoryNeeds
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import padded, slot_sizes
 
@@ -54,29 +54,10 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The plan for a load: what each memory holds, the context, and the tokens of a
-    pass."""
+class SupplyPlan:
+    """The part of a plan for the supply of experts: how a layer's experts reach its
+    multiplications."""
 
-    memories: tuple[MemoryPlan, ...]  # devices in llama.cpp's order, RAM last
-    # Bytes of a slot for the largest expert, in RAM and on devices without size
-    # classes.
-    slot_bytes: int
-    n_experts: int  # number of experts in all layers except whole_layers
-    n_ctx: int
-    n_ubatch: int  # maximum number of tokens in a pass
-    # memory in addition to the slots, in RAM or on devices; without a device,
-    # compute_bytes includes the slots' scratch memory
-    needs: MemoryNeeds = NO_NEEDS
-    n_seq_max: int = 1
-    # Snapshots of each sequence's recurrent state; this many of its last tokens can be
-    # rolled back.
-    n_rs_seq: int = 0
-    # 1: each sequence returns to a checkpoint of its recurrent state after a rejected
-    # draft.
-    n_checkpoints: int = 0
-    n_batch: int = 512
-    kv_tokens: int = 0  # number of tokens, over all sequences, that fit in the KV cache
     # True: a pass may use more experts of a layer than there are slots.
     streams: bool = False
     # maximum number of tokens in a pass that a device runs from slots if some expert
@@ -89,14 +70,30 @@ class Plan:
     # True: the device looks up slots itself, and reads experts in RAM directly
     # (native/mapped.h).
     maps: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan for a load: what each memory holds, the context, and the tokens of a
+    pass."""
+
+    memories: tuple[MemoryPlan, ...]  # devices in llama.cpp's order, RAM last
+    # Bytes of a slot for the largest expert, in RAM and on devices without size
+    # classes.
+    slot_bytes: int
+    device_slot_bytes: int  # mean bytes of a slot on devices
+    n_experts: int  # number of experts in all layers except whole_layers
+    context: ContextPlan
+    n_ubatch: int  # maximum number of tokens in a pass
+    # memory in addition to the slots, in RAM or on devices; without a device,
+    # compute_bytes includes the slots' scratch memory
+    needs: MemoryNeeds = NO_NEEDS
+    supply: SupplyPlan = SupplyPlan()
     # Layers of each pool on the device, if layers with large experts have a pool of
     # their own; (): one pool.
     size_classes: tuple[tuple[int, ...], ...] = ()
-    mean_slot_bytes: int = 0  # mean bytes of the devices' slots; 0: as slot_bytes
     # Layers whose experts are all on a device as plain weights, without slots.
     whole_layers: tuple[int, ...] = ()
-    # llama.cpp's n_gpu_layers: how many layers run on devices; -1: every layer.
-    n_gpu_layers: int = 0
     # llama.cpp's tensor_split, the proportions of layers for each device; None: layers
     # are not divided
     tensor_split: tuple[float, ...] | None = None
@@ -174,11 +171,6 @@ class Plan:
         return self.n_slots == self.n_experts
 
     @property
-    def device_slot_bytes(self) -> int:
-        """Mean size in bytes of a slot on a device."""
-        return self.mean_slot_bytes or self.slot_bytes
-
-    @property
     def budget_bytes(self) -> int:
         """Total size in bytes of the slots that `n_slots` counts."""
         on_devices = sum(part.n_slots for part in self.on_devices)
@@ -216,39 +208,44 @@ class Plan:
         return self.device_slots * self.device_slot_bytes + self.staging_slots_bytes
 
     @property
+    def cache_bytes(self) -> dict[str, int]:
+        """{tier: bytes of its budget}. The budget of RAM includes all slots in RAM. The
+        budget of VRAM includes the slots on devices and the staging tensors."""
+        return {"RAM": self.expert_cache_bytes, "VRAM": self.vram_cache_bytes}
+
+    @property
     def staging_slots_bytes(self) -> int:
         """Bytes of a given budget that staging tensors occupy, rounded up to whole
         slots."""
         return (
-            slots_for(self.staging_bytes, self.device_slot_bytes)
+            slots_for(self.supply.staging_bytes, self.device_slot_bytes)
             * self.device_slot_bytes
         )
 
     def pass_slots(self, layout: ExpertLayout, on_device: bool) -> int:
         """Returns how many slots a pass may need at once in a pool for the layers of
         `layout`, on a device or in RAM."""
-        if on_device and self.n_staging:
-            return layer_slots(layout, min(self.n_ubatch, self.slot_tokens))
-        return layer_slots(layout, self.n_ubatch, self.streams and not on_device)
+        supply = self.supply
+        if on_device and supply.n_staging:
+            return layer_slots(layout, min(self.n_ubatch, supply.slot_tokens))
+        return layer_slots(layout, self.n_ubatch, supply.streams and not on_device)
 
     def facts(self) -> dict[str, Any]:
-        """Returns the plan's figures for JSON: most of its fields, the fields of
-        `needs`, the properties in FIGURES, and `devices`."""
-        of_slots = {name: getattr(self, name) for name in FIGURES}
+        """Returns the plan's figures for JSON: the properties in FIGURES, `devices`,
+        and all fields except `memories`. The fields of `needs`, `context` and `supply`
+        are listed like fields of the plan."""
         found = asdict(self)
-        needs = found.pop("needs")
+        for name in ("needs", "context", "supply"):
+            found |= found.pop(name)
+        found |= {name: getattr(self, name) for name in FIGURES}
+        found["devices"] = [asdict(part) for part in self.devices]
         del found["memories"]
-        return (
-            found
-            | of_slots
-            | needs
-            | {"devices": [asdict(part) for part in self.devices]}
-        )
+        return found
 
 
 FIGURES = (
     "n_slots", "budget_bytes", "resident", "total_bytes", "available_bytes", "device", "layers_on", "n_ram_slots",
-    "host_bytes", "expert_cache_bytes", "vram_cache_bytes", "device_slot_bytes",
+    "host_bytes", "expert_cache_bytes", "vram_cache_bytes",
 )  # fmt: skip
 """Names of the plan's properties that `Plan.facts` includes."""
 

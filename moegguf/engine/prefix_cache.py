@@ -45,7 +45,6 @@ from moegguf.engine.sequences import MAX_SEQUENCES, Tokens, is_batch_invariant
 from moegguf.gguf.adapter import read_adapter
 from moegguf.gguf.fingerprint import header_digest, weights_digest
 from moegguf.native import library
-from moegguf.native.store import StoreOptions
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
@@ -184,7 +183,6 @@ class PrefixCache:
         context: Context,
         store: KvBlockStore,
         load_plan: LoadPlan,
-        moves: StoreOptions,
         recent: RecentExperts | None,
     ) -> None:
         self._context = context
@@ -193,7 +191,7 @@ class PrefixCache:
         self._recent = recent
         # A hash of everything that affects computed bits, except tokens and images:
         # model, build, processor, devices and options.
-        self.name = _root(llm, load_plan, moves)
+        self.name = _root(llm, load_plan)
         self._model = load_plan.layout.shards[0].path.stem  # name for display
         if self._model.startswith("sha256-"):
             self._model = str(
@@ -790,7 +788,6 @@ def open_prefix_cache(
     llm: UpstreamLlama,
     context: Context,
     load_plan: LoadPlan,
-    moves: StoreOptions,
     store: KvBlockStore,
     recent: RecentExperts | None,
 ) -> PrefixCache | None:
@@ -802,7 +799,7 @@ def open_prefix_cache(
     )
     if store.is_off or unused or llm.context_params.n_seq_max > SCRATCH:
         return None
-    return PrefixCache(llm, context, store, load_plan, moves, recent)
+    return PrefixCache(llm, context, store, load_plan, recent)
 
 
 def _has_cells_of(block: Buffer, part: _Part) -> bool:
@@ -839,7 +836,7 @@ def _hash(*parts: str | bytes) -> str:
     return hashlib.blake2b(joined, digest_size=16).hexdigest()
 
 
-def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
+def _root(llm: UpstreamLlama, load_plan: LoadPlan) -> str:
     """Returns a hash of everything that blocks depend on, except owner, tokens and
     images: model, build, processor, devices and options."""
     layout = load_plan.layout
@@ -856,7 +853,11 @@ def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
         and (weights_digest((read_adapter(adapter).shard,)), options.get("lora_scale")),
         "build": library.build_identity(),
         "processor": sorted(read_processor().flags),
-        "kernels": (read_environment().kernels, load_plan.hooks, store.repack),
+        "kernels": (
+            read_environment().kernels,
+            load_plan.hooks,
+            load_plan.spec.store.repack,
+        ),
         "devices": (plan.device, plan.layers_on, plan.whole_layers),
         "layers": [(part.name, part.layers) for part in plan.devices],
         "context": {name: getattr(params, name) for name in CONTEXT_FIELDS},

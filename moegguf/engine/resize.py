@@ -78,8 +78,12 @@ def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
     """Limits passes, with a warning, to the number of tokens for which a device
     produces the same bits from slots as with every expert in memory. Does nothing if no
     device has slots, if there are staging tensors, or if passes are short enough."""
-    most = plan.slot_tokens
-    if plan.device is None or plan.n_staging or min(llm.n_batch, plan.n_ubatch) <= most:
+    most = plan.supply.slot_tokens
+    if (
+        plan.device is None
+        or plan.supply.n_staging
+        or min(llm.n_batch, plan.n_ubatch) <= most
+    ):
         return
     llm.n_batch = most
     warnings.warn(

@@ -51,6 +51,7 @@ def open_store(
     mirrors: copies of the layout's shards. Raises AllocationError if not even the
     minimum fits, and OptionError for a mirror that differs.
     """
+    supply = plan.supply
     used = [part for part in plan.memories if part.n_slots]
     # One memory has all slots, and the store's options may name its device.
     if plan.tensor_split is None:
@@ -61,7 +62,7 @@ def open_store(
         part.name: layer_slots(
             layout,
             plan.n_ubatch,
-            plan.streams and (part.name is None or plan.n_staging > 0),
+            supply.streams and (part.name is None or supply.n_staging > 0),
         )
         for part in used
     }
@@ -73,12 +74,12 @@ def open_store(
         ]
     parts = (
         used
-        if plan.maps
+        if supply.maps
         else [
             pool for part in used for pool in pools_of(layout, part, needed[part.name])
         ]
     )
-    staging = plan.n_staging
+    staging = supply.n_staging
     least = [
         max(layout.n_expert_used, min(part.n_slots, needed[part.name]))
         for part in parts
@@ -98,7 +99,7 @@ def open_store(
                 through_ram=part.name is not None,
                 staging=staging if part.name else 0,
                 pass_slots=min(n, n_pass),
-                maps=plan.maps,
+                maps=supply.maps,
             )
             for part, n, n_pass in zip(parts, n_slots, of_pass, strict=True)
         ]
@@ -106,13 +107,13 @@ def open_store(
             store = Store(layout, slots, options, n_ram, mirrors)
             break
         except AllocationError:
-            if n_slots == least and (plan.maps or n_ram <= 1):
+            if n_slots == least and (supply.maps or n_ram <= 1):
                 raise
             if staging > 1:
                 staging = 1
                 continue
             n_slots = [max(few, n // 2) for few, n in zip(least, n_slots, strict=True)]
-            if not plan.maps:  # RAM holds every expert if slots are mapped
+            if not supply.maps:  # RAM holds every expert if slots are mapped
                 n_ram = max(min(1, n_ram), n_ram // 2)
     if sum(n_slots) < plan.n_slots or n_ram < plan.n_ram_slots:
         below = f" and {plan.n_ram_slots} below them" if n_ram else ""

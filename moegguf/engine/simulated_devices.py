@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from moegguf.controller.shape import MoeShape
 from moegguf.engine.load_spec import Budgets, LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory
+from moegguf.engine.memory import Sizes
 from moegguf.engine.plan import slot_bytes
 from moegguf.engine.solver import Task, plan_slots
 from moegguf.errors import OptionError
@@ -84,11 +85,13 @@ def devices_of(
         tensor_split=tuple(tensor_split),
         store=StoreOptions(overlap=False),
     )
-    plan = plan_slots(Task(layout, Machine(memory, devices=devices), spec))
+    plan = plan_slots(
+        Task(layout, Machine(memory, devices=devices), Sizes.of(layout, spec))
+    )
     return tuple(
         DeviceSlots(
             part.name, part.n_slots, tuple(il for il in part.layers if il in shape.row_of), through_ram=True,
-            staging=plan.n_staging, link=links[d] if len(links) > 1 else next(iter(links), None),
+            staging=plan.supply.n_staging, link=links[d] if len(links) > 1 else next(iter(links), None),
         )
         for d, part in enumerate(plan.memories) if part.n_slots
     )  # fmt: skip

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,18 +43,13 @@ from moegguf.engine.cost import (
 )
 from moegguf.engine.load_spec import F16, Budgets, LoadSpec
 from moegguf.engine.machine import VRAM_MARGIN_BYTES, Device, Machine, Memory
-from moegguf.engine.memory import (
-    DEFAULT_UBATCH_TOKENS,
-    Sizes,
-    choose_context,
-    fixed_bytes,
-    slot_work_bytes,
-)
+from moegguf.engine.memory import Sizes, choose_context, fixed_bytes, slot_work_bytes
 from moegguf.engine.plan import (
     NO_LIMIT,
     MemoryPlan,
     PlacementPlan,
     Plan,
+    SupplyPlan,
     allowed_ubatch,
     divide_slots,
     layer_slots,
@@ -115,7 +110,7 @@ def make_plan(
     Raises BudgetError if nothing that `spec` allows fits. Raises OptionError for
     options that do not fit the devices.
     """
-    task = Task(layout, machine, spec)
+    task = Task(layout, machine, Sizes.of(layout, spec))
     if not machine.devices:
         return _plan_cpu(task)
     plans, refused = _plan_each(task)
@@ -173,21 +168,24 @@ def _mapped(task: Task, plan: Plan) -> Plan:
             f" {format_bytes_up(n_experts * plan.slot_bytes)!r}, or use placement 'slots'."
         )
     reason = f"{names} looks up slots itself, and reads experts without a slot on {names} directly from RAM"
-    return replace(plan, maps=True, reasons=(*plan.reasons, reason))
+    return replace(
+        plan, supply=replace(plan.supply, maps=True), reasons=(*plan.reasons, reason)
+    )
 
 
 @dataclass(frozen=True)
 class Task:
-    """The input of the solver: a model, a machine, and the options of a load."""
+    """The input of the solver: a model, a machine, and the sizes and options of a
+    load."""
 
     layout: ExpertLayout
     machine: Machine
-    spec: LoadSpec
+    sizes: Sizes
 
-    @cached_property
-    def sizes(self) -> Sizes:
-        """The sizes that the options specify. Raises the same errors as `Sizes.of`."""
-        return Sizes.of(self.layout, self.spec)
+    @property
+    def spec(self) -> LoadSpec:
+        """The options of the load."""
+        return self.sizes.spec
 
     @property
     def is_divided(self) -> bool:
@@ -334,8 +332,10 @@ def predict(
         prompt = partial(prompt, on_cpu=1.0, dense_on_cpu=True)
     else:
         seconds = cost.slots_s(model, speeds, hit_rate, read)
-        prompt = partial(prompt, copied=1 - (held if plan.n_staging else hit_rate))
-    n_long = min(LONG_PROMPT_TOKENS, plan.n_ctx)
+        prompt = partial(
+            prompt, copied=1 - (held if plan.supply.n_staging else hit_rate)
+        )
+    n_long = min(LONG_PROMPT_TOKENS, plan.context.n_ctx)
     return Placement(
         kind,
         1 / seconds,
@@ -598,22 +598,18 @@ def _planned(
     sizes: Sizes,
     memories: Sequence[MemoryPlan],
     n_ubatch: int,
+    slot_bytes: int,
+    device_slot_bytes: int = 0,
     **others: Any,
 ) -> Plan:
     """Returns a plan with these memories. others: other fields of the plan."""
     return Plan(
         memories=tuple(memories),
-        slot_bytes=others.pop("slot_bytes", 0) or slot_bytes(layout),
+        slot_bytes=slot_bytes,
+        device_slot_bytes=device_slot_bytes or slot_bytes,
         n_experts=layout.n_expert_total,
-        n_ctx=sizes.n_ctx or 0,
+        context=sizes.context(n_ubatch),
         n_ubatch=n_ubatch,
-        n_seq_max=sizes.n_seq_max,
-        n_rs_seq=sizes.n_rs_seq
-        if min(n_ubatch, sizes.n_batch or n_ubatch) > sizes.n_rs_seq + 1
-        else 0,
-        n_checkpoints=sizes.n_checkpoints,
-        n_batch=sizes.n_batch or max(DEFAULT_UBATCH_TOKENS, n_ubatch),
-        kv_tokens=sizes.kv_tokens or 0,
         **others,
     )
 
@@ -648,7 +644,7 @@ def _plan_cpu(task: Task) -> Plan:
     layers = tuple(range(layout.hparams.n_layer_all))
     ram = MemoryPlan(None, layers, n_slots, total_bytes, memory.available_bytes)
     return _planned(
-        layout, pool.sizes, [ram], n_ubatch, needs=needs, streams=streams,
+        layout, pool.sizes, [ram], n_ubatch, pool.slot_bytes, needs=needs, supply=SupplyPlan(streams),
         reasons=(*pool.reasons, *reasons), warnings=tuple(warnings),
     )  # fmt: skip
 
@@ -836,8 +832,8 @@ def plan_layers(task: Task) -> Plan:
         MemoryPlan(None, layers, n_slots, host, ram.available_bytes),
     )
     return _planned(
-        rest, sizes, memories, n_ubatch, needs=needs, streams=streams, whole_layers=whole,
-        n_gpu_layers=-1, reasons=(*sizes.reasons, *reasons), warnings=tuple(short_of(host, ram, " of RAM")),
+        rest, sizes, memories, n_ubatch, size, needs=needs, supply=SupplyPlan(streams), whole_layers=whole,
+        reasons=(*sizes.reasons, *reasons), warnings=tuple(short_of(host, ram, " of RAM")),
     )  # fmt: skip
 
 
@@ -940,7 +936,7 @@ def plan_slots(task: Task) -> Plan:
         if wanted is not None or _pays(task.layout, n, staged, without):
             reason = (
                 f"prompts are staged in {n} tensor{'s' * (n > 1)} of a layer's experts"
-                f" ({format_bytes(staged.staging_bytes)}): slots keep their experts meanwhile"
+                f" ({format_bytes(staged.supply.staging_bytes)}): slots keep their experts meanwhile"
             )
             return replace(staged, reasons=(*staged.reasons, reason))
     if without is None:
@@ -961,7 +957,7 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
     if staged.total_bytes > staged.available_bytes:
         return False
     if n > 1:
-        n_bytes = staged.staging_bytes
+        n_bytes = staged.supply.staging_bytes
         return n_bytes <= STAGING_SHARE * (
             n_bytes + staged.device_slots * staged.device_slot_bytes
         )
@@ -1158,16 +1154,16 @@ class _SlotsPlanner:
         parts.append(
             MemoryPlan(None, on_cpu, n_cpu, host, memory.available_bytes, n_ram)
         )
+        supply = SupplyPlan(
+            self._streams(on_cpu=n_cpu > 0),
+            self._slot_tokens,
+            self._n_staging,
+            self._staging_bytes * sum(n > 0 for n in slots),
+        )
         return _planned(
-            layout, self._pool.sizes, parts, n_ubatch, needs=self._needs,
-            streams=self._streams(on_cpu=n_cpu > 0),
-            slot_tokens=self._slot_tokens,
-            n_staging=self._n_staging,
+            layout, self._pool.sizes, parts, n_ubatch, self._ram_size, size, needs=self._needs,
+            supply=supply,
             size_classes=self._classes,
-            slot_bytes=self._ram_size,
-            mean_slot_bytes=size if size != self._ram_size else 0,
-            staging_bytes=self._staging_bytes * sum(n > 0 for n in slots),
-            n_gpu_layers=self._task.n_gpu_layers,
             tensor_split=tensor_split,
             reasons=(*self._pool.reasons, *self._reasons(parts), why_ubatch),
             warnings=tuple(warnings),

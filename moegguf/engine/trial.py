@@ -10,7 +10,6 @@ same time. MOEGGUF_TRIAL_LOAD=0 skips the trial; "again" repeats it.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -22,6 +21,7 @@ from typing import Any
 from moegguf.child import child_command, child_environment
 from moegguf.engine.devices import has_gpu
 from moegguf.engine.known_facts import KnownFact
+from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import count_cpus
 from moegguf.engine.memory import Sizes
 from moegguf.engine.plan import layer_slots, slot_bytes
@@ -39,12 +39,12 @@ from moegguf.options import BUDGETS
 from moegguf.settings import read_environment
 
 COMMAND = child_command("moegguf.engine.trial_process")
-# Keywords of `Llama` that can make llama.cpp run different code. The trial ignores all
-# other keywords of the load.
+# Keywords of `Llama` that can make llama.cpp run different code, and that a LoadSpec
+# does not contain (`LoadSpec.keywords`). The trial ignores all other keywords of the
+# load.
 OPTIONS = frozenset(
-    {"embedding", "flash_attn", "kv_overrides", "lora_path", "lora_scale", "main_gpu", "n_gpu_layers", "offload_kqv",
-     "op_offload", "pooling_type", "rope_freq_base", "rope_freq_scale", "rope_scaling_type", "split_mode", "swa_full",
-     "tensor_split", "type_k", "type_v", "vocab_only", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
+    {"kv_overrides", "lora_scale", "offload_kqv", "op_offload", "pooling_type", "rope_freq_base", "rope_freq_scale",
+     "rope_scaling_type", "swa_full", "vocab_only", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
      "yarn_ext_factor", "yarn_orig_ctx"}
 )  # fmt: skip
 # tokens that fit in the context, maximum tokens in a batch, and tokens whose experts
@@ -109,19 +109,23 @@ NO_VERDICT: Outcome = "", False
 
 def try_first(
     layout: ExpertLayout,
+    spec: LoadSpec,
     options: Mapping[str, Any],
     waiting: Callable[[], object],
-    projector: ProjectorHeader | None = None,
 ) -> None:
-    """Tries the model, with its `projector`, unless its verdict is known or trials are
+    """Tries the model, with its projector, unless its verdict is known or trials are
     switched off. Calls `waiting` repeatedly while the trial runs; an exception from
-    `waiting` stops the trial. Raises ModelFormatError for a model whose trial failed,
-    now or earlier. Raises AllocationError if the trial used far more memory than it
-    should, or if the system killed it. Raises ExpertIOError if the mapped file could
-    not be read.
+    `waiting` stops the trial.
+
+    options: keywords of llama_cpp.Llama, as the user passed them.
+
+    Raises ModelFormatError for a model whose trial failed, now or earlier. Raises
+    AllocationError if the trial used far more memory than it should, or if the system
+    killed it. Raises ExpertIOError if the mapped file could not be read.
     """
     mode = read_environment().trial_load
-    tried = _tried(options)
+    tried = _tried(spec, options)
+    projector = spec.projector
     if mode == "off":
         return
     verdict = _verdict(layout, tried, projector)
@@ -146,17 +150,15 @@ def try_first(
         )
 
 
-def _tried(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options in OPTIONS, which can change the result of a trial. Leaves
-    out values that JSON cannot express, and None except for flash_attn."""
-    chosen = dict[str, Any]()
+def _tried(spec: LoadSpec, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that can change the result of a trial. Leaves out values that
+    JSON cannot express."""
+    chosen = spec.keywords
     for name, value in sorted(options.items()):
-        if name in OPTIONS and (value is not None or name == "flash_attn"):
+        if name in OPTIONS and value is not None:
             with suppress(TypeError, ValueError):
                 json.dumps(value)
                 chosen[name] = value
-    if adapter := options.get("lora_path"):
-        chosen["lora_path"] = os.path.abspath(os.path.expanduser(adapter))
     return chosen
 
 
@@ -195,7 +197,7 @@ def _request(
         "context_store": 0, "policy": "lru", "verbose": False, "n_threads": 1, "n_threads_batch": n_threads_batch,
         "mmproj": str(projector.path.absolute()) if projector is not None else None,
     }  # fmt: skip
-    sizes = Sizes(n_ctx, projector=projector)
+    sizes = Sizes(n_ctx, spec=LoadSpec(projector=projector))
     needs = sizes.needs(layout, max(N_BATCH, n_image), n_slots).total_bytes + beside
     # layers on a device: no memory limit, because drivers map far more memory than they
     # use

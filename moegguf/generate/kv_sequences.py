@@ -175,7 +175,7 @@ class KvSequences:
         """Empties places that no sequence uses, until the KV cache has room for
         `n_tokens` more tokens or all such places are empty. Does nothing if the context
         has a single place."""
-        n_cells = self._llm.plan.kv_tokens or self._llm.n_ctx()
+        n_cells = self._llm.plan.context.kv_tokens or self._llm.n_ctx()
         while sum(len(kv.tokens) for kv in self._all) + n_tokens > n_cells:
             if len(self._all) == 1 or not self.drop_unused():
                 return

@@ -41,7 +41,6 @@ from moegguf.server.common.errors import HttpError
 from moegguf.server.common.options import Name, loaded_of
 from moegguf.server.common.replies import LineResponse, json_line, moe_object
 from moegguf.serving.events import LoadedModel, Snapshot
-from moegguf.serving.memory_budget import planned_budgets
 from moegguf.serving.model_manager import ModelManager
 
 # Seconds after which a line with the loaded models is resent even if nothing has
@@ -184,6 +183,7 @@ def _loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any
         "names": [each.name for each in loaded.names],
         "last_answer_stats": moe_object(loaded.last_answer_stats),
         "stats": loaded.stats.as_dict(),
+        "plan": loaded.plan.facts(),
     }
     hidden = {"cache_bytes"} if whole else {"cache_bytes", "stats", "plan"}
     return {name: value for name, value in found.items() if name not in hidden}
@@ -234,21 +234,19 @@ def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
     """Returns a JSON object with the bytes and slots of a loaded model's experts. It
     also has the maximum bytes that PUT /budget can set, and the bytes of the whole
     model."""
-    slot_bytes, staging_bytes = (
-        loaded.plan.get("slot_bytes", 0),
-        loaded.plan.get("staging_bytes", 0),
-    )
-    most = planned_budgets(loaded.plan)
+    plan = loaded.plan
+    staging_bytes = plan.supply.staging_bytes
+    most = plan.cache_bytes
     in_ram, in_vram = (loaded.cache_bytes[tier] for tier in BUDGETS)
     return {
         "model": loaded.name,
         "expert_cache_bytes": in_ram,
-        "n_slots": in_ram // max(1, slot_bytes),
+        "n_slots": in_ram // max(1, plan.slot_bytes),
         "vram_cache_bytes": in_vram,
         "n_vram_slots": max(0, in_vram - staging_bytes)
-        // max(1, loaded.plan.get("device_slot_bytes", slot_bytes)),
+        // max(1, plan.device_slot_bytes),
         "staging_bytes": staging_bytes,
-        "slot_bytes": slot_bytes,
+        "slot_bytes": plan.slot_bytes,
         "n_experts": loaded.stats.n_experts,
         "max_expert_cache_bytes": most["RAM"],
         "max_vram_cache_bytes": most["VRAM"],

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moegguf.engine.stats import Stats
 from moegguf.options import BUDGETS, load_options_of
+
+if TYPE_CHECKING:
+    from moegguf.engine.plan import Plan
 
 LoadOverrides = Mapping[str, Any]
 """{load option: value} of a request or of a model's name. No value is None."""
@@ -56,12 +59,11 @@ class LoadedModel:
     queue: int  # number of waiting requests
     n_requests: int
     stats: Stats  # statistics since the model was loaded, as last sent by the worker
-    # moegguf.engine.plan.Plan as JSON.
-    plan: Mapping[str, Any] = field(default_factory=dict)
+    plan: Plan  # the plan with which the model was loaded
     # Value of `Llama.decisions()` that the worker last sent.
     decisions: Mapping[str, Any] = field(default_factory=dict)
     names: tuple[LoadedName, ...] = ()
-    # {tier: bytes of its budget now} (`planned_budgets`); 0 for VRAM: no GPU has slots
+    # {tier: bytes of its budget now} (`Plan.cache_bytes`); 0 for VRAM: no GPU has slots
     cache_bytes: Mapping[str, int] = field(
         default_factory=lambda: dict.fromkeys(BUDGETS, 0)
     )

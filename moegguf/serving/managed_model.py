@@ -26,6 +26,7 @@ from moegguf.serving.memory_budget import RAM
 from moegguf.serving.wire import Ready
 
 if TYPE_CHECKING:
+    from moegguf.engine.plan import Plan
     from moegguf.serving.worker_process import WorkerProcess
 
 # Seconds after which a waiting background request is served like other requests.
@@ -162,6 +163,7 @@ class ManagedModel:
         self._timer: asyncio.TimerHandle | None = None
         self.overrides: LoadOverrides = {}  # load options of the current or last load
         self.ready = Ready(n_ctx=0)
+        self.plan: Plan  # the plan of the current or last load; unset before a load
         # Context length of a load whose request does not set one.
         self.default_n_ctx = 0
         # {RAM or device: bytes}, reserved from the decision to load until the process
@@ -345,7 +347,7 @@ class ManagedModel:
             queue=len(self.waiting),
             n_requests=self.n_requests,
             stats=process.stats,
-            plan=self.ready.plan,
+            plan=self.plan,
             decisions=process.decisions,
             cache_bytes=dict(self.cache_bytes),
             n_parallel=self.ready.n_parallel,

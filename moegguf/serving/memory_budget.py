@@ -19,14 +19,14 @@ from moegguf.engine.devices import query_gpus
 from moegguf.engine.load import choose_gpus, known_speeds, plan_load, read_model
 from moegguf.engine.load_spec import Budgets, ListGpus, LoadSpec
 from moegguf.engine.machine import Device, Machine, Memory, read_memory
-from moegguf.engine.memory import Sizes, choose_context, is_embedding, may_draft
+from moegguf.engine.memory import Sizes, choose_context, may_draft
 from moegguf.engine.plan import Plan, layer_slots, slot_bytes
 from moegguf.engine.solver import make_plan
 from moegguf.errors import BudgetError
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.models.details import files_of
 from moegguf.models.entry import ModelEntry
-from moegguf.options import BUDGETS, load_keywords
+from moegguf.options import BUDGETS
 from moegguf.quantities import ExpertCache, format_bytes
 from moegguf.serving.events import LoadOverrides
 from moegguf.settings import Settings
@@ -44,8 +44,9 @@ class LoadConfig:
 
     name: str
     path: str
+    spec: LoadSpec
     plan: Plan  # sizes and places of all memory of the model
-    # Keyword arguments of `Llama`.
+    # Further keyword arguments of `Llama`.
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -101,28 +102,16 @@ def measure(
     planner = _Planner(
         layout,
         # Less memory does not shorten the context.
-        replace(spec, n_ctx=wanted.n_ctx, kv_tokens=wanted.kv_tokens),
+        wanted.context.fixed_in(spec),
         wanted,
         machine if wanted.on_device else replace(machine, devices=()),
     )
     least = planner.least()
-    asked = load_keywords(given)
-    # Options that are set here override environment variables of the worker.
-    options = {
-        **{name: value for name, value in asked.items() if value is not None},
-        **spec.budgets.texts,
-        "placement": spec.placement,
-        "n_ctx": wanted.n_ctx,
-        "type_k": spec.type_k,
-        "type_v": spec.type_v,
-        "flash_attn": spec.flash_attn,
-        "embedding": is_embedding(layout.metadata),
-        "draft": spec.draft if may_draft(spec) else "off",
-        "verbose": settings.debug,
-    }
+    options = {**LoadSpec.others(given), "verbose": settings.debug}
+    drafting = spec if may_draft(spec) else replace(spec, draft="off")
 
     def load_config(plan: Plan) -> LoadConfig:
-        return LoadConfig(entry.name, str(entry.path), plan, options)
+        return LoadConfig(entry.name, str(entry.path), drafting, plan, options)
 
     default = replace(spec, n_ctx=LoadSpec.of(settings.loading, commands=True).n_ctx)
     most_bytes, least_bytes = bytes_of(wanted), bytes_of(least)
@@ -134,9 +123,9 @@ def measure(
         },
         plan_within=lambda room: planner.plan_within(room, least),
         load_config=load_config,
-        default_n_ctx=_best_plan(layout, default, machine).n_ctx
+        default_n_ctx=_best_plan(layout, default, machine).context.n_ctx
         if "n_ctx" in overrides
-        else wanted.n_ctx,
+        else wanted.context.n_ctx,
     )
 
 
@@ -182,14 +171,13 @@ class _Planner:
         with fewer slots if one fits, otherwise `least`."""
         if _fits(self.wanted, room):
             return self.wanted
-        one_slot = self._slot_bytes()
         smaller = replace(
             self.spec,
             placement="slots" if self.machine.devices else "cpu",
             budgets=self.spec.budgets.as_limits(
                 self.layout.n_expert_total,
-                one_slot,
-                self.wanted.mean_slot_bytes or one_slot,
+                self._slot_bytes(),
+                self.wanted.device_slot_bytes,
             ),
         )
         gpus = [
@@ -217,9 +205,9 @@ class _Planner:
         ) or spec.is_divided(devices[:1])
         if not layout.is_moe or (devices and as_asked):
             return self.wanted
-        sizes = Sizes.of(layout, spec).with_context(layout, self.wanted.n_ctx)
+        sizes = Sizes.of(layout, spec).with_context(layout, self.wanted.context.n_ctx)
         n_tokens = 1 if devices else sizes.one_pass_tokens
-        n_slots = layer_slots(layout, n_tokens, self.wanted.streams)
+        n_slots = layer_slots(layout, n_tokens, self.wanted.supply.streams)
         one_slot = self._slot_bytes()
         if devices:
             fewest = n_slots * len(devices) * one_slot
@@ -376,15 +364,6 @@ class MemoryLimits:
             replace(device, free_bytes=self._on_device[device.name]) for device in there
         ]
         return None if self.lost and not found else found
-
-
-def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
-    """Returns {tier: bytes of its budget} for a plan, which is given as JSON.
-
-    The budget of RAM includes all slots in RAM. The budget of VRAM includes the slots
-    on GPUs and the buffers in which prompts are staged.
-    """
-    return {tier: plan.get(f"{option}_bytes", 0) for tier, option in BUDGETS.items()}
 
 
 def expert_cache_within(

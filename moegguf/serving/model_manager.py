@@ -409,20 +409,21 @@ class ModelManager:
     async def _set_budget(
         self, model: ManagedModel, given: Mapping[str, ExpertCache]
     ) -> None:
-        process, plan = model.process, model.ready.plan
+        process = model.process
         if process is None or not model.is_ready:
             raise BusyError(
                 f"the budgets of {model.name!r} cannot change while the model is being loaded or unloaded; try again."
             )
-        reserved = memory_budget.planned_budgets(plan)
+        plan = model.plan
+        reserved = plan.cache_bytes
         has_slots = [tier for tier, n_bytes in reserved.items() if n_bytes]
         for tier in given.keys() - has_slots if has_slots else ():
             raise BudgetError(
                 f"{BUDGETS[tier]} changes the slots in {tier}, but {model.name!r} has no slots in {tier}; set"
                 f" {BUDGETS[has_slots[0]]} instead."
             )
-        n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
-        sizes = {"RAM": slot_bytes, "VRAM": plan.get("device_slot_bytes", slot_bytes)}
+        n_experts = process.stats.n_experts
+        sizes = {"RAM": plan.slot_bytes, "VRAM": plan.device_slot_bytes}
         wanted: dict[str, Any] = {
             tier: memory_budget.expert_cache_within(
                 cache, n_experts, sizes[tier], reserved[tier]
@@ -679,7 +680,7 @@ class ModelManager:
     ) -> None:
         """Runs a worker process with the model, from its load until `ending` is set."""
         start_s = time.monotonic()
-        plan = await asyncio.to_thread(size.plan_within, model.used)
+        model.plan = plan = await asyncio.to_thread(size.plan_within, model.used)
         if model.devices:
             model.used = memory_budget.bytes_of(plan)
         process = await self._workers.take()
@@ -697,7 +698,7 @@ class ModelManager:
                 size.load_config(plan), self.settings.load_timeout_s, on_progress
             )
             grace_s = CLOSE_GRACE_S
-            model.cache_bytes = memory_budget.planned_budgets(model.ready.plan)
+            model.cache_bytes = plan.cache_bytes
             process.on_exit = functools.partial(self._on_process_exit, model)
             model.process = process
             self._use(model, request)

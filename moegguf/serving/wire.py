@@ -31,8 +31,9 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import moegguf.errors
@@ -60,8 +61,6 @@ class Ready:
     """The reply of a worker that has loaded its model."""
 
     n_ctx: int
-    # moegguf.engine.plan.Plan as JSON.
-    plan: Mapping[str, Any] = field(default_factory=dict)
     n_parallel: int = 1  # maximum number of requests that the worker answers at once
 
 
@@ -104,8 +103,8 @@ def decode(line: bytes | bytearray) -> Message:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a dataclass, a mapping or bytes to one of JSON's own types. json.dumps
-    calls this function for other types."""
+    """Converts a dataclass, a mapping, a path or bytes to one of JSON's own types.
+    json.dumps calls this function for other types."""
     if is_dataclass(value) and not isinstance(value, type):
         return {
             name: item
@@ -114,6 +113,8 @@ def _plain(value: Any) -> Any:
         }
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     raise TypeError(f"a {type(value).__name__}")
@@ -156,6 +157,8 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return lambda data: kind(
             **{name: readers[name](item) for name, item in data.items()}
         )
+    if hint is Path:
+        return Path
     if hint is bytes:
         return base64.b64decode
     if origin is tuple:

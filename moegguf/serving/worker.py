@@ -390,9 +390,7 @@ class Worker:
         )
         self._loop = BatchLoop(llm, together=self._outbox.one_call, on_pass=on_pass)
         self._name, self._start_s = config.name, time.monotonic()
-        self._end(
-            number, wire.Ready(llm.n_ctx(), llm.plan.facts(), llm.n_seq_max), None
-        )
+        self._end(number, wire.Ready(llm.n_ctx(), llm.n_seq_max), None)
         return True
 
     def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
@@ -439,12 +437,8 @@ class Worker:
 def open_model(config: LoadConfig, progress: Callable[[float], object]) -> Llama:
     """Loads the model of `config` with its plan. Calls `progress` with the share that
     was read; if this returns False, the load stops. Raises the errors of `Llama`."""
-    return Llama(
-        config.path,
-        plan=config.plan,
-        progress=progress,
-        **{"verbose": False, **config.options},
-    )
+    planned = config.spec, config.plan
+    return Llama(config.path, planned=planned, progress=progress, **config.options)
 
 
 def main() -> None:

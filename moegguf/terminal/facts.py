@@ -210,7 +210,9 @@ def estimate_model(
             )
             if disk:
                 speeds = replace(speeds, disk_bytes_per_s=disk.bytes_per_s)
-            free = replace(spec, n_ctx=plan.n_ctx, placement="auto", n_gpu_layers=None)
+            free = replace(
+                spec, n_ctx=plan.context.n_ctx, placement="auto", n_gpu_layers=None
+            )
             placed = make_plan(layout, ample, free, speeds, hit_rates.curve())
         return {
             "name": layout.name,
@@ -220,7 +222,7 @@ def estimate_model(
             "cache_types": [
                 GGML_TYPES[number][0].lower() for number in (spec.type_k, spec.type_v)
             ],
-            "n_ctx": plan.n_ctx,
+            "n_ctx": plan.context.n_ctx,
             "n_expert_total": layout.n_expert_total,
             "row_table_bytes": layout.row_table_bytes,
             "expert_bytes": layout.expert_bytes,

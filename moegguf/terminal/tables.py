@@ -366,8 +366,8 @@ def _memory_rows(facts: Facts) -> Iterator[Row]:
             format_bytes(facts["row_table_bytes"]),
             "in the file, not in memory",
         )
-    type_k, type_v = facts["cache_types"]
-    types = "" if type_k == type_v == "f16" else f"K in {type_k}, V in {type_v}"
+    k, v = facts["cache_types"]
+    types = "" if k == v == "f16" else f"K in {k}, V in {v}"
     yield "context (KV cache)", format_bytes(plan["kv_bytes"]), types
     if plan["projector_bytes"]:
         yield "reading images", format_bytes(plan["projector_bytes"]), ""

@@ -27,6 +27,7 @@ from typing import Any, cast
 import numpy as np
 import uvicorn
 import uvicorn.server
+from scripted_manager import EMPTY_PLAN
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
@@ -259,6 +260,7 @@ class FakeManager:
             0,
             1,
             STATS,
+            EMPTY_PLAN,
             names=names,
         )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from recorded_texts import check_recorded
+from scripted_manager import EMPTY_PLAN
 
 from moegguf.engine.stats import Stats, TierStats
 from moegguf.generate.request import AnswerSummary
@@ -15,7 +16,7 @@ from moegguf.serving.events import LoadedModel
 
 def model(name: str = "demo:latest", pid: int = 1, **fields: Any) -> LoadedModel:
     figures = {"digest": "0" * 64, "n_ctx": 512, "size_bytes": 1000, "vram_bytes": 0, "expires": None, "busy": False,
-               "stopping": False, "queue": 0, "n_requests": 0, "stats": Stats()}  # fmt: skip
+               "stopping": False, "queue": 0, "n_requests": 0, "stats": Stats(), "plan": EMPTY_PLAN}  # fmt: skip
     return LoadedModel(name=name, pid=pid, **{**figures, **fields})
 
 

@@ -139,16 +139,12 @@ def test_load_options_of_serve_reach_the_workers(
         log_level="debug",
     )
     (settings,) = started
-    found = size_of(tiny(), settings).options
-    assert (settings.loading["n_ctx"], settings.debug, found["verbose"]) == (
-        512,
-        True,
-        True,
-    )
-    assert [
-        found.get(name) for name in ("n_threads", "type_k", "type_v", "flash_attn")
-    ] == [3, 8, 1, None]
-    assert (found["predictor"], found["prefetch"]) == ("skip", True)
+    found = size_of(tiny(), settings)
+    spec = found.spec
+    assert (settings.loading["n_ctx"], settings.debug) == (512, True)
+    assert (spec.n_threads, spec.type_k, spec.type_v) == (3, 8, 1)
+    assert spec.flash_attn is None
+    assert found.options == {"verbose": True, "predictor": "skip", "prefetch": True}
 
 
 def test_serve_has_every_load_option_of_run() -> None:
@@ -184,12 +180,13 @@ def test_serve_applies_mmproj_and_adapter_to_its_one_model(
     (entry,) = given
     assert (entry.mmproj, entry.adapter) == (projector, adapter)
     assert entry.weights != Catalog().find(str(path)).weights
-    found = size_of(entry, Settings(loading={"lora_scale": 0.5})).options
-    assert [found[name] for name in ("mmproj", "lora_path", "lora_scale")] == [
+    found = size_of(entry, Settings(loading={"lora_scale": 0.5}))
+    assert found.spec.projector and found.spec.projector.path == projector
+    assert found.spec.lora_path == str(adapter)
+    assert (found.options["mmproj"], found.options["lora_scale"]) == (
         str(projector),
-        str(adapter),
         0.5,
-    ]
+    )
     assert (
         "lora_scale" not in size_of(path, Settings(loading={"lora_scale": 0.5})).options
     )

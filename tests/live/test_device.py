@@ -34,6 +34,7 @@ from running import (
 from moegguf.controller.watchdog import OFF_TOKENS, WARM_TOKENS, WEIGHED_TOKENS
 from moegguf.engine import loader
 from moegguf.engine.devices import find_gpus
+from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.pinning import refused_bytes
 from moegguf.engine.session import Place, Session, divide_among_devices
 from moegguf.engine.warm_start import most_used
@@ -309,14 +310,14 @@ def test_a_resident_device_pool_shrinks_and_grows_with_equal_logits(path: Path) 
     """The pool shrinks and grows. At each size the logits equal the logits with a full
     pool, in passes of one token."""
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
-        n_batch, llm.n_batch = llm.n_batch, llm.plan.slot_tokens
+        n_batch, llm.n_batch = llm.n_batch, llm.plan.supply.slot_tokens
         expected, llm.n_batch = short_logits(llm), n_batch
         with pytest.warns(
             UserWarning,
             match="read 1 token at a time, because slots are exact only for such passes",
         ):
             llm.set_budget(vram_cache=share_of(path, 50))
-        assert llm.n_batch == llm.plan.slot_tokens == 1 < llm.plan.n_ubatch
+        assert llm.n_batch == llm.plan.supply.slot_tokens == 1 < llm.plan.n_ubatch
         for n_slots in (40, 16, 50):
             llm.set_budget(vram_cache=share_of(path, n_slots))
             assert llm.stats().tiers[0].n_slots == n_slots
@@ -390,7 +391,7 @@ def test_a_context_that_does_not_fit_reduces_the_slots(path: Path) -> None:
         expected, most = short_logits(llm), find_gpus()[0]
         # Bytes in use without staging tensors, which the smaller devices below do not
         # have.
-        used = most.total_bytes - most.free_bytes - llm.plan.staging_bytes
+        used = most.total_bytes - most.free_bytes - llm.plan.supply.staging_bytes
     short = add_link_device(
         LINK, strict_seed=1, memory_bytes=used - 10 * llm.plan.slot_bytes
     )
@@ -529,7 +530,8 @@ def test_a_plan_that_warms_up_evaluates_its_largest_pass_once(path: Path) -> Non
     )
     logits = []
     for warms_up in (False, True):
-        with Llama(path, plan=replace(plan, warms_up=warms_up), **options) as llm:
+        planned = LoadSpec.of(options), replace(plan, warms_up=warms_up)
+        with Llama(path, planned=planned, verbose=False) as llm:
             stats = llm.stats()
             assert stats.tokens == warms_up * plan.n_ubatch and llm.n_tokens == 0
             assert stats.below.misses <= 4 * 4, (

@@ -579,14 +579,19 @@ def test_caches_and_states_have_the_planned_bytes(
     )
     assert len(logged) >= 2
     plan, rolls_back = llm.plan, llm.layout.arch in ROLLBACK_ARCHS
-    assert plan.n_rs_seq == N_BACK * rolls_back
+    assert plan.context.n_rs_seq == N_BACK * rolls_back
     assert (
         any(f"at most {N_BACK} tokens" in reason for reason in plan.reasons)
         == rolls_back
     )
-    assert plan.n_checkpoints == (is_stateful(llm.layout) and not rolls_back)
+    assert plan.context.n_checkpoints == (is_stateful(llm.layout) and not rolls_back)
     counted = kv_bytes(
-        llm.layout, plan.kv_tokens, 1, 1, 5, plan.n_rs_seq + plan.n_checkpoints
+        llm.layout,
+        plan.context.kv_tokens,
+        1,
+        1,
+        5,
+        plan.context.n_rs_seq + plan.context.n_checkpoints,
     )
     assert counted == plan.needs.kv_bytes
     rounding = 0.005 * len(logged)
@@ -621,7 +626,7 @@ def test_mtp_heads_draft_and_change_no_token(
     with llm:
         assert llm._drafts.in_use == "mtp"
         rolls_back = llm.layout.arch in ROLLBACK_ARCHS
-        assert llm.plan.n_rs_seq == N_BACK * rolls_back
+        assert llm.plan.context.n_rs_seq == N_BACK * rolls_back
         assert llm.context.returns_to_checkpoints == (not rolls_back)
         headless = read_layout(tiny(preset))
         n_bytes = headless.dense_bytes + headless.unused_bytes

@@ -214,7 +214,7 @@ async def test_set_budget_during_answers_frees_memory_and_changes_no_text(
     async with running_manager(files, n_ctx=512) as manager:
         expected = await generate(manager, "a", story(5, 40))
         (full,) = manager.loaded()
-        slot_bytes, n_slots = full.plan["slot_bytes"], full.plan["n_slots"]
+        slot_bytes, n_slots = full.plan.slot_bytes, full.plan.n_slots
         assert full.cache_bytes["RAM"] == n_slots * slot_bytes
         least = ExpertCache("bytes", n_bytes=(n_slots // 2 + 1) * slot_bytes - 1)
         small = await manager.set_budget("a", least)
@@ -252,12 +252,12 @@ async def test_a_set_budget_survives_a_reload_for_a_longer_context(
         assert (
             now.cache_bytes["RAM"]
             == small.cache_bytes["RAM"]
-            < now.plan["budget_bytes"]
+            < now.plan.budget_bytes
             == full.cache_bytes["RAM"]
         )
         assert await generate(manager, "a", story(5, 4))
         assert (
-            manager.loaded()[0].stats.n_slots * now.plan["slot_bytes"]
+            manager.loaded()[0].stats.n_slots * now.plan.slot_bytes
             == small.cache_bytes["RAM"]
         )
         back = await manager.set_budget("a", parse_expert_cache("100%"))
@@ -285,7 +285,7 @@ async def test_set_budget_grows_only_into_memory_free_of_other_models(
             await manager.set_budget("a", parse_expert_cache("100%"))
         await manager.unload("b")
         full = await manager.set_budget("a", parse_expert_cache("100%"))
-        assert full.cache_bytes["RAM"] == full.plan["budget_bytes"]
+        assert full.cache_bytes["RAM"] == full.plan.budget_bytes
 
 
 async def test_less_memory_gives_fewer_slots_and_the_same_answer(files: Files) -> None:
@@ -294,13 +294,13 @@ async def test_less_memory_gives_fewer_slots_and_the_same_answer(files: Files) -
         everything = manager.loaded()[0]
     wanted, minimum = files.size_bytes("a", n_ctx=512)
     assert wanted == everything.size_bytes
-    budget = minimum + everything.plan["n_slots"] // 2 * everything.plan["slot_bytes"]
+    budget = minimum + everything.plan.n_slots // 2 * everything.plan.slot_bytes
     async with running_manager(files, n_ctx=512, memory_bytes=budget) as manager:
         assert await generate(manager, "a", story(5, 40)) == expected
         (model,) = manager.loaded()
         assert (
-            model.plan["n_slots"] < everything.plan["n_slots"]
-            and model.plan["total_bytes"] <= budget
+            model.plan.n_slots < everything.plan.n_slots
+            and model.plan.total_bytes <= budget
         )
         assert model.stats.misses > 0
     async with running_manager(files, n_ctx=512, memory_bytes=minimum - 1) as manager:
@@ -364,12 +364,13 @@ async def test_a_lost_device_ends_one_answer_and_the_cpu_takes_over(
         expected = await generate(manager, "a", QUESTION)
         (loaded,) = manager.loaded()
         plan = loaded.plan
-        assert plan["device"] == "RPC0" and [
-            tier.name for tier in loaded.stats.tiers
-        ] == ["VRAM", "RAM"]
-        assert loaded.vram_bytes == plan["total_bytes"]
-        assert loaded.size_bytes == plan["total_bytes"] + plan["host_bytes"]
-        slot_bytes, n_slots = plan["slot_bytes"], plan["n_slots"]
+        assert plan.device == "RPC0" and [tier.name for tier in loaded.stats.tiers] == [
+            "VRAM",
+            "RAM",
+        ]
+        assert loaded.vram_bytes == plan.total_bytes
+        assert loaded.size_bytes == plan.total_bytes + plan.host_bytes
+        slot_bytes, n_slots = plan.slot_bytes, plan.n_slots
         fewer = ExpertCache("bytes", n_bytes=(n_slots - 5) * slot_bytes, tier="VRAM")
         small = await manager.set_budget("a", fewer, parse_expert_cache("30%"))
         assert loaded.vram_bytes - small.vram_bytes == 5 * slot_bytes
@@ -392,7 +393,7 @@ async def test_a_lost_device_ends_one_answer_and_the_cpu_takes_over(
                     pass
         assert len(await generate(manager, "a", QUESTION)) > 0
         (loaded,) = manager.loaded()
-        assert loaded.plan["device"] is None and loaded.vram_bytes == 0
+        assert loaded.plan.device is None and loaded.vram_bytes == 0
         assert [tier.name for tier in loaded.stats.tiers] == ["RAM"]
         with pytest.raises(BudgetError, match="has no slots in VRAM"):
             await manager.set_budget("a", fewer)
@@ -407,14 +408,14 @@ async def test_memory_of_whole_layers_on_a_device_is_counted(
         expected = await generate(manager, "a", QUESTION)
         (loaded,) = manager.loaded()
         plan = loaded.plan
-        assert (
-            plan["layers_on"],
-            plan["device"],
-            plan["placement"]["chosen"]["n_layers"],
-        ) == ("RPC0", None, 2)
-        assert loaded.vram_bytes == plan["total_bytes"]
-        assert loaded.size_bytes == plan["total_bytes"] + plan["host_bytes"]
-        assert loaded.cache_bytes == {"RAM": plan["budget_bytes"], "VRAM": 0}
+        assert (plan.layers_on, plan.device, plan.placement.chosen.n_layers) == (
+            "RPC0",
+            None,
+            2,
+        )
+        assert loaded.vram_bytes == plan.total_bytes
+        assert loaded.size_bytes == plan.total_bytes + plan.host_bytes
+        assert loaded.cache_bytes == {"RAM": plan.budget_bytes, "VRAM": 0}
         small = await manager.set_budget("a", parse_expert_cache("60%"))
         assert (
             small.stats.n_experts == 32
@@ -437,7 +438,7 @@ async def test_four_concurrent_answers_share_passes_with_slots_in_vram(
         )
         assert all(texts)
         (loaded,) = manager.loaded()
-        assert loaded.plan["device"] == "RPC0"
+        assert loaded.plan.device == "RPC0"
         # Some passes were shared.
         assert loaded.stats.passes < sum(
             24 + len(question.prompt) for question in asked

@@ -69,7 +69,7 @@ def compare(path: Path, scenario: Scenario, staging: int = 1, **options: Any) ->
         store=store,
         **options,
     ) as llm:
-        assert llm.plan.maps and not llm.plan.size_classes
+        assert llm.plan.supply.maps and not llm.plan.size_classes
         llm.session.store.drain(60)
         with Meddler(llm.session.store):
             assert_same(scenario(llm), expected)
@@ -141,7 +141,7 @@ def resizing(llm: Llama) -> Outcome:
     n_least, n_most = 4 * layout.n_expert_used + 2, int(layout.n_expert_total * 0.4)
 
     def resize() -> None:
-        if llm.plan.maps:
+        if llm.plan.supply.maps:
             n_slots = int(random.integers(n_least, n_most))
             llm.set_budget(
                 vram_cache=share_for(Path(llm.model_path), n_slots, llm.plan.device)

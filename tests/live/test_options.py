@@ -267,7 +267,7 @@ def test_a_load_config_has_adapter_and_draft_within_the_plan(
         measure(entry, {}, read_settings(), memory) for entry in (tuned.entry, plain)
     ]
     config = sizes[0].load_config(sizes[0].plan_within(sizes[0].wanted))
-    assert (config.options["lora_path"], config.options["draft"]) == (
+    assert (config.spec.lora_path, config.spec.draft) == (
         str(tuned.adapter),
         str(tuned.path),
     )
@@ -276,7 +276,7 @@ def test_a_load_config_has_adapter_and_draft_within_the_plan(
         == read_adapter(tuned.adapter).n_bytes
     )
     asked = measure(tuned.entry, {"draft": "off"}, read_settings(), memory)
-    assert asked.load_config(asked.plan_within(asked.wanted)).options["draft"] == "off"
+    assert asked.load_config(asked.plan_within(asked.wanted)).spec.draft == "off"
 
 
 def test_a_deleted_adapter_is_named_in_the_error(tuned: SimpleNamespace) -> None:

@@ -311,7 +311,11 @@ def test_prompts_stream_through_cpu_slots_beside_a_device(
         ) as llm,
     ):
         assert np.array_equal(greedy_logits(llm), logits)
-    assert (plan.n_staging, plan.streams, plan.n_ubatch) == (n_staging, True, 512)
+    assert (plan.supply.n_staging, plan.supply.streams, plan.n_ubatch) == (
+        n_staging,
+        True,
+        512,
+    )
     assert 4 <= of_cpu.n_slots < 16, "of the experts of a layer"
     assert figures["evictions"] > 0 and figures["misses"] > 0
 

@@ -90,7 +90,7 @@ def compare(
             path, vram_cache=vram, expert_cache=ram, store=store, **options
         ) as llm:
             logits = turns(llm, prompts)
-            assert (llm.plan.n_ubatch, llm.plan.n_staging) == (512, staging)
+            assert (llm.plan.n_ubatch, llm.plan.supply.n_staging) == (512, staging)
             stats = llm.stats()
             assert stats.bytes_staged > 0
             assert 0 <= stats.staging_overlap <= 1
@@ -180,14 +180,14 @@ def small_budgets(path: Path, sizes: list[int]) -> list[tuple[bool, int, int, in
             **options,
         ) as llm:
             logits, plan = turns(llm, SOME_PROMPTS), llm.plan
-            held_bytes = plan.budget_bytes + plan.staging_bytes
+            held_bytes = plan.budget_bytes + plan.supply.staging_bytes
             assert held_bytes <= n_slots * plan.device_slot_bytes, (
                 f"{n_slots} slots: {plan}"
             )
             assert llm.stats().evictions > 0, f"{n_slots} slots: {plan}"
             same = np.array_equal(logits, plain[plan.n_ubatch])
             outcomes.append(
-                (same, plan.n_ubatch, plan.n_staging, llm.stats().bytes_staged)
+                (same, plan.n_ubatch, plan.supply.n_staging, llm.stats().bytes_staged)
             )
     return outcomes
 

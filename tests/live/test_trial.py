@@ -18,6 +18,7 @@ from running import Llama, Load, TinyModel
 from waiting import until
 
 from moegguf.engine import known_facts, trial
+from moegguf.engine.load_spec import LoadSpec
 from moegguf.errors import (
     AllocationError,
     ExpertIOError,
@@ -77,7 +78,8 @@ def is_due(
 ) -> bool:
     """Returns True if no verdict is stored for a load with these keywords, so the load
     begins with a trial."""
-    return trial._verdict(layout, trial._tried(options), projector).read(str) is None
+    tried = trial._tried(LoadSpec.of(options), options)
+    return trial._verdict(layout, tried, projector).read(str) is None
 
 
 def use(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,11 @@ import numpy.typing as npt
 import psutil
 import pytest
 from answering import Answer, Load, TinyModel
+from scripted_manager import EMPTY_PLAN
 
 from moegguf.engine.llama import Llama
-from moegguf.engine.plan import MemoryPlan, Plan
+from moegguf.engine.load_spec import LoadSpec
+from moegguf.engine.plan import Plan
 from moegguf.errors import (
     DeviceLostError,
     ModelFormatError,
@@ -56,7 +58,7 @@ def plan_of(path: Path, options: dict[str, Any]) -> Plan:
     """Returns the plan of a load, or an empty plan for a file that cannot be loaded."""
     with suppress(MoeggufError):
         return Llama.estimate(path, **options)
-    return Plan((MemoryPlan(None, (), 0, 0),), 0, 0, 512, 512)
+    return EMPTY_PLAN
 
 
 @asynccontextmanager
@@ -66,7 +68,14 @@ async def worker_of(path: Path, **config: Any) -> AsyncIterator[WorkerProcess]:
     try:
         config = {"n_ctx": 512, "n_threads": 1, **config}
         await process.load(
-            LoadConfig("tiny", str(path), plan_of(path, config), config), 60
+            LoadConfig(
+                "tiny",
+                str(path),
+                LoadSpec.of(config),
+                plan_of(path, config),
+                {"verbose": False, **LoadSpec.others(config)},
+            ),
+            60,
         )
         yield process
     finally:

@@ -170,7 +170,10 @@ def test_slots_of_two_sizes_leave_memory_for_more_slots(
         not without.size_classes
         and without.budget_bytes == without.n_slots * without.slot_bytes
     )
-    assert found.n_ubatch == without.n_ubatch and found.n_staging == without.n_staging
+    assert (
+        found.n_ubatch == without.n_ubatch
+        and found.supply.n_staging == without.supply.n_staging
+    )
     assert found.n_slots >= least * without.n_slots
     assert found.vram_cache_bytes <= without.vram_cache_bytes + without.slot_bytes
 
@@ -189,7 +192,7 @@ def test_caches_of_the_short_run_give_the_named_shares_of_experts_a_slot(
         found = make_plan(
             layout, machine, spec, speeds(150e9), HitRates.of(layout).curve()
         )
-        assert found.n_ubatch == 512 and found.n_staging > 0
+        assert found.n_ubatch == 512 and found.supply.n_staging > 0
         assert found.n_slots / layout.n_expert_total == pytest.approx(
             share / 100, abs=0.005
         )

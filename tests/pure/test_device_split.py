@@ -152,7 +152,7 @@ def test_single_vram_budget_is_shared_and_a_list_is_kept_per_device(
     alone = make_plan(layout, machine(8 * GIB), budgets("25%", n_gpu_layers=99))
     assert (alone.device, alone.devices, alone.tensor_split) == ("GPU0", (), None)
     for vram, n_staging in (("100%,25%", 1), ("100%,100%", 0)):
-        assert plan(layout, vram, tensor_split=[1, 1])[0].n_staging == n_staging
+        assert plan(layout, vram, tensor_split=[1, 1])[0].supply.n_staging == n_staging
 
 
 @settings(max_examples=100, deadline=None)
@@ -226,9 +226,9 @@ def test_kv_cache_size_depends_on_the_memory_that_holds_the_cache(
         found = make_plan(layout, one, how, speeds)
         assert (found.on_device, found.needs.kv_bytes) == (
             on_device,
-            kv_bytes(layout, found.kv_tokens),
+            kv_bytes(layout, found.context.kv_tokens),
         )
-        on_both.add(found.kv_tokens)
+        on_both.add(found.context.kv_tokens)
     assert len(on_both) == 2
 
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,8 +17,9 @@ from own_process import in_own_process
 from moegguf.engine import load_spec
 from moegguf.engine.cost import Speeds
 from moegguf.engine.devices import find_gpus
+from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import Device, Memory
-from moegguf.engine.memory import is_embedding
+from moegguf.engine.memory import computes_embeddings
 from moegguf.engine.plan import Plan, slot_bytes
 from moegguf.engine.speeds import KnownSpeeds
 from moegguf.errors import BudgetError, OptionError
@@ -35,7 +37,6 @@ from moegguf.serving.memory_budget import (
     admit,
     expert_cache_within,
     measure,
-    planned_budgets,
 )
 from moegguf.serving.wire import build, encode
 from moegguf.settings import Settings
@@ -245,7 +246,7 @@ def test_plan_within_places_slots_on_a_device_and_the_worker_gets_the_plan(
     ram, vram = found.wanted[RAM], found.wanted["GPU0"]
     plan = found.plan_within(found.wanted)
     assert (plan.host_bytes, plan.total_bytes, plan.device) == (ram, vram, "GPU0")
-    assert plan.n_staging > 0 and sent(found, plan) == plan
+    assert plan.supply.n_staging > 0 and sent(found, plan) == plan
     for n_bytes, on_device in (
         (ram, vram - 1),
         (ram - 1, vram),
@@ -257,7 +258,7 @@ def test_plan_within_places_slots_on_a_device_and_the_worker_gets_the_plan(
             and less.host_bytes <= n_bytes
             and less.total_bytes <= on_device
         )
-        assert less.budget_bytes + less.staging_bytes <= 144 * plan.slot_bytes
+        assert less.budget_bytes + less.supply.staging_bytes <= 144 * plan.slot_bytes
 
 
 @pytest.mark.parametrize("choice", ["layers", "auto"])
@@ -300,7 +301,8 @@ def test_n_gpu_layers_counts_a_part_of_the_layers_on_the_device(path: Path) -> N
     half, most = (measure_on_gpu(path, n_gpu_layers=n) for n in (3, 5))
     assert 0 < half.wanted["GPU0"] < most.wanted["GPU0"]
     plan = half.plan_within(half.wanted)
-    assert plan.n_gpu_layers == 3 and sent(half, plan) == plan
+    assert half.load_config(plan).spec.n_gpu_layers == 3
+    assert plan.tensor_split and sent(half, plan) == plan
 
 
 @pytest.mark.parametrize("loading", [{}, {"n_ctx": 4096}])
@@ -324,7 +326,7 @@ def test_planned_budgets_count_the_slots_of_layers_on_the_cpu_for_ram(
     plan = found.plan_within(found.wanted)
     (on_gpu, in_ram), size = plan.memories, plan.slot_bytes
     assert in_ram.n_slots > 0 and in_ram.n_below > 0
-    budgets = planned_budgets(plan.facts())
+    budgets = plan.cache_bytes
     assert budgets["RAM"] == (in_ram.n_slots + in_ram.n_below) * size == 48 * size
     assert budgets["VRAM"] == on_gpu.n_slots * size + plan.staging_slots_bytes
 
@@ -343,18 +345,21 @@ def test_measure_rejects_a_placement_that_contradicts_n_gpu_layers(
 
 
 @pytest.mark.parametrize(
-    ("metadata", "expected"),
+    ("pooling_type", "embedding", "expected"),
     [
-        ({"general.architecture": "bert", "bert.pooling_type": 1}, True),
-        ({"general.architecture": "bert", "bert.pooling_type": 0}, False),
-        ({"general.architecture": "qwen2moe"}, False),
-        ({}, False),
+        (1, None, True),
+        (0, None, False),
+        (None, None, False),
+        (1, False, False),
+        (None, True, True),
     ],
 )
-def test_is_embedding_reads_the_pooling_type(
-    metadata: dict[str, Any], expected: bool
+def test_the_option_embedding_overrides_the_pooling_type(
+    pooling_type: int | None, embedding: bool | None, expected: bool
 ) -> None:
-    assert is_embedding(metadata) is expected
+    metadata = {} if pooling_type is None else {"bert.pooling_type": pooling_type}
+    layout: Any = SimpleNamespace(arch="bert", metadata=metadata)
+    assert computes_embeddings(layout, LoadSpec(embedding=embedding)) is expected
 
 
 @pytest.mark.parametrize(
@@ -379,8 +384,8 @@ def test_parallel_sequences_share_a_kv_cache_of_kv_tokens(path: Path) -> None:
         given = Settings(loading={"n_parallel": 8, "placement": "cpu", **settings})
         size = measure(entry, {"n_ctx": 4096}, given, memory_of(limit_bytes))
         plan = size.plan_within(size.wanted)
-        assert plan.n_ctx == size.load_config(plan).options["n_ctx"] == 4096
-        return plan.kv_tokens, plan.needs.kv_bytes
+        assert plan.context.n_ctx == 4096
+        return plan.context.kv_tokens, plan.needs.kv_bytes
 
     ample = kv_tokens(64 * GIB)
     with pytest.warns(

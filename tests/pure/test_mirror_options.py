@@ -35,27 +35,25 @@ from moegguf.terminal.statistics import expert_lines
 MODELFILE = "FROM demo\nPARAMETER mirror /mnt/b/demo.gguf\nPARAMETER mirror copies"
 
 
-def options_of(
+def mirrors_of(
     entry: ModelEntry, overrides: LoadOverrides, **loading: Any
-) -> dict[str, Any]:
-    """Returns the options with which a worker loads a model, given 4 GiB of memory."""
+) -> list[str]:
+    """Returns the mirrors with which a worker loads a model, given 4 GiB of memory."""
     settings, memory = (
         replace(Settings(), loading=loading),
         Memory(1 << 32, 1 << 32, "a test", 0),
     )
     size = measure(entry, {**overrides, "n_ctx": 256}, settings, memory)
-    return dict(size.load_config(size.plan_within({"RAM": 1 << 32})).options)
+    return list(size.load_config(size.plan_within({"RAM": 1 << 32})).spec.mirror)
 
 
 def test_modelfile_with_mirrors_loads_the_model_with_them(catalog: Catalog) -> None:
     entry = catalog.create("mine", parse(MODELFILE))
     mirrors = ["/mnt/b/demo.gguf", str(Path("copies").absolute())]
     assert catalog.find("mine").parameters["mirror"] == mirrors
-    assert options_of(entry, load_overrides(entry.parameters))["mirror"] == mirrors
-    assert (
-        options_of(entry, load_overrides(entry.parameters), mirror=["/other"])["mirror"]
-        == mirrors
-    )
+    overrides = load_overrides(entry.parameters)
+    assert mirrors_of(entry, overrides) == mirrors
+    assert mirrors_of(entry, overrides, mirror=["/other"]) == mirrors
     text = catalog.modelfile(entry)
     assert parse(text).parameters["mirror"] == mirrors
 
@@ -92,9 +90,9 @@ def test_request_options_ignore_mirror() -> None:
 
 
 def test_mirrors_of_a_command_reach_the_worker(catalog: Catalog) -> None:
-    found = options_of(catalog.find("demo"), {}, mirror=["/mnt/b", "/mnt/c"])
-    assert found["mirror"] == ["/mnt/b", "/mnt/c"]
-    assert "mirror" not in options_of(catalog.find("demo"), {})
+    demo = catalog.find("demo")
+    assert mirrors_of(demo, {}, mirror=["/mnt/b", "/mnt/c"]) == ["/mnt/b", "/mnt/c"]
+    assert mirrors_of(demo, {}) == []
 
 
 @pytest.mark.parametrize(

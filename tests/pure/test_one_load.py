@@ -34,6 +34,7 @@ from moegguf.cli.model_commands import estimate as estimate_command
 from moegguf.engine import devices, llama, machine
 from moegguf.engine.cost import Speeds
 from moegguf.engine.llama import Llama
+from moegguf.engine.load_spec import LoadSpec
 from moegguf.engine.machine import DiskSpeed
 from moegguf.engine.plan import Plan
 from moegguf.engine.speeds import KnownSpeeds
@@ -359,9 +360,11 @@ def plan_of(call: Callable[[], Any]) -> Plan:
 
 def plan_sent(configs: list[LoadConfig]) -> Plan:
     """Returns the plan most recently sent to a worker. Asserts that the worker's
-    `Llama` would have an equal plan."""
+    `Llama` would have an equal plan, and that the worker checks no options again."""
     config = configs[-1]
-    has = plan_of(lambda: open_model(config, lambda _: None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(LoadSpec, "of")
+        has = plan_of(lambda: open_model(config, lambda _: None))
     assert config.plan == has, "a worker made a plan"
     return has
 

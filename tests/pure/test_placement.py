@@ -221,7 +221,9 @@ def test_plan_layers_fills_whole_layers_from_the_last_by_their_own_bytes(
             {"expert_cache": 2 * of.expert_bytes, "vram_cache": n_bytes}
         )
         how = LoadSpec(512, n_ubatch=64, placement="layers", budgets=budgets)
-        found = plan_layers(Task(of, Machine(AMPLE, devices=(device,)), how))
+        found = plan_layers(
+            Task(of, Machine(AMPLE, devices=(device,)), Sizes.of(of, how))
+        )
         assert (found.whole_layers, found.n_slots) == (
             whole,
             sum(x.n_expert for x in of.layers if x.il not in whole),

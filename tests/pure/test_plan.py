@@ -111,7 +111,7 @@ def test_plan_with_enough_memory_gives_every_expert_a_slot(
     beside = made.total_bytes - made.budget_bytes
     assert (
         made.needs.compute_bytes
-        > Sizes(made.n_ctx).needs(layout, made.n_ubatch).compute_bytes
+        > Sizes(made.context.n_ctx).needs(layout, made.n_ubatch).compute_bytes
     ), "slots have work memory"
     assert f"{format_bytes(beside)} go to weights" in made.reasons[0]
 
@@ -123,7 +123,7 @@ def test_plan_without_streaming_limits_n_ubatch_to_the_slots(
     layout: ExpertLayout, slots: int, n_ubatch: int
 ) -> None:
     p = plan(layout, slots * slot_bytes(layout), streams=False)
-    assert p.n_ubatch == n_ubatch and not p.streams
+    assert p.n_ubatch == n_ubatch and not p.supply.streams
     assert any("at a time instead of 512" in reason for reason in p.reasons) == (
         n_ubatch < 512
     )
@@ -144,7 +144,7 @@ def long_context(layout: ExpertLayout, budget: str = "25%", **options: Any) -> P
 
 def test_plan_uses_longer_passes_if_experts_have_no_slot(layout: ExpertLayout) -> None:
     p = long_context(layout)
-    assert 512 < p.n_ubatch <= 4096 and p.n_batch == p.n_ubatch
+    assert 512 < p.n_ubatch <= 4096 and p.context.n_batch == p.n_ubatch
     assert any(
         f"{p.n_ubatch} tokens at a time instead of 512: a long prompt" in reason
         for reason in p.reasons
@@ -182,18 +182,20 @@ def test_plan_counts_attention_scores_of_grok_for_any_flash_attn(
     layout: ExpertLayout, flash_attn: bool | None
 ) -> None:
     grok = replace(layout, arch="grok")
-    separate = Sizes(8192, flash_attn=False).needs(grok, 512)
-    assert Sizes(8192, flash_attn=flash_attn).needs(grok, 512) == separate
+    separate = Sizes(8192, spec=LoadSpec(flash_attn=False)).needs(grok, 512)
+    assert (
+        Sizes(8192, spec=LoadSpec(flash_attn=flash_attn)).needs(grok, 512) == separate
+    )
     assert (
         separate.compute_bytes
-        > Sizes(8192, flash_attn=True).needs(layout, 512).compute_bytes
+        > Sizes(8192, spec=LoadSpec(flash_attn=True)).needs(layout, 512).compute_bytes
     )
 
 
 def test_plan_uses_no_longer_pass_that_exceeds_the_memory_margin(
     layout: ExpertLayout,
 ) -> None:
-    needs = Sizes(8192, flash_attn=True).needs(layout, 512, 48)
+    needs = Sizes(8192, spec=LoadSpec(flash_attn=True)).needs(layout, 512, 48)
     free = needs.total_bytes + 48 * slot_bytes(layout)
     p = long_context(layout, memory=Memory(64 * GIB, free, "x"))
     assert p.n_ubatch == 512
@@ -209,7 +211,7 @@ def test_plan_counts_logits_for_64_tokens_or_for_all_of_a_pass(
     large = replace(layout, n_vocab=262_144)
     few, every = (
         Sizes(512).needs(large, 512),
-        Sizes(512, logits_all=True).needs(large, 512),
+        Sizes(512, spec=LoadSpec(logits_all=True)).needs(large, 512),
     )
     assert every.compute_bytes - few.compute_bytes == 4 * large.n_vocab * (512 - 64)
     assert logits_tokens(large, 1) == 64
@@ -269,7 +271,7 @@ def test_any_plan_keeps_its_budget_and_minimum(
         else:
             assert "limited by cgroup v2 /x" in said
         return
-    assert 4 <= p.n_slots <= 96 and 1 <= p.n_ubatch <= n_ubatch and p.streams
+    assert 4 <= p.n_slots <= 96 and 1 <= p.n_ubatch <= n_ubatch and p.supply.streams
     assert p.resident == (p.n_slots == 96) and p.budget_bytes == p.n_slots * size
     assert (
         p.total_bytes
@@ -479,14 +481,16 @@ def test_auto_context_is_the_largest_in_a_tenth_of_the_free_memory(
         free: plan(long, "auto", Memory(64 * GIB, free, "x"), n_ctx=None)
         for free in (GIB, 4 * GIB, 60 * GIB)
     }
-    sizes = [p.n_ctx for p in chosen.values()]
+    sizes = [p.context.n_ctx for p in chosen.values()]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1] == 131072
     for free, p in chosen.items():
         assert p.total_bytes + MARGIN_BYTES <= free
-        assert any("--ctx" in reason for reason in p.reasons) == (p.n_ctx < 131072)
-    assert plan(trained_on(layout, 700), "auto", n_ctx=None).n_ctx == 768
-    assert plan(long, "auto", n_ctx=0).n_ctx == 131072
-    assert plan(long, "auto", n_ctx=300).n_ctx == 512
+        assert any("--ctx" in reason for reason in p.reasons) == (
+            p.context.n_ctx < 131072
+        )
+    assert plan(trained_on(layout, 700), "auto", n_ctx=None).context.n_ctx == 768
+    assert plan(long, "auto", n_ctx=0).context.n_ctx == 131072
+    assert plan(long, "auto", n_ctx=300).context.n_ctx == 512
 
 
 def test_auto_context_takes_at_most_a_quarter_of_a_given_budget(
@@ -495,8 +499,8 @@ def test_auto_context_takes_at_most_a_quarter_of_a_given_budget(
     long = trained_on(layout, 131072)
     for budget in (16 * slot_bytes(long), 64 * slot_bytes(long)):
         p = plan(long, f"{budget}", n_ctx=None)
-        assert p.needs.kv_bytes <= budget // 4 or p.n_ctx == 4096
-        assert p.n_ctx < plan(long, "auto", n_ctx=None).n_ctx
+        assert p.needs.kv_bytes <= budget // 4 or p.context.n_ctx == 4096
+        assert p.context.n_ctx < plan(long, "auto", n_ctx=None).context.n_ctx
 
 
 def test_auto_context_leaves_room_for_a_given_budget_and_for_experts(
@@ -509,10 +513,10 @@ def test_auto_context_leaves_room_for_a_given_budget_and_for_experts(
         + MARGIN_BYTES
     )
     p = plan(long, "100%", Memory(64 * GIB, free, "x"), n_ctx=None)
-    assert p.n_ctx <= 1024 and not p.warnings
+    assert p.context.n_ctx <= 1024 and not p.warnings
     free = Sizes(512).needs(long, 8).total_bytes + MARGIN_BYTES + 30 * slot_bytes(long)
     p = plan(long, "auto", Memory(64 * GIB, free, "x"), n_ctx=None)
-    assert 512 <= p.n_ctx < 4096 and p.n_slots >= layout.n_expert
+    assert 512 <= p.context.n_ctx < 4096 and p.n_slots >= layout.n_expert
 
 
 def test_range_at_returns_published_rates_or_measured_ones_below_belady(

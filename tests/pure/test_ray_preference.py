@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+from scripted_manager import EMPTY_PLAN
 
 from moegguf.engine.stats import Stats
 from moegguf.errors import ModelNameError, ModelNotFoundError, OptionError
@@ -43,7 +44,7 @@ def test_ray_preference_modules_import_without_ray() -> None:
 def test_total_sums_the_requests_that_replicas_answer_and_can_answer_at_once() -> None:
     def replica(n_ctx: int, n_parallel: int, n_answering: int) -> LoadedModel:
         return LoadedModel(
-            "demo:latest", "ab", 1, n_ctx, 10, 0, None, False, False, 1, 2, Stats(), n_parallel=n_parallel,
+            "demo:latest", "ab", 1, n_ctx, 10, 0, None, False, False, 1, 2, Stats(), EMPTY_PLAN, n_parallel=n_parallel,
             n_answering=n_answering,
         )  # fmt: skip
 

@@ -102,13 +102,15 @@ def test_any_plan_of_two_tiers_keeps_its_budgets(
         + p.needs.dense_bytes
         + p.needs.kv_bytes
         + p.needs.compute_bytes
-        + p.staging_bytes
+        + p.supply.staging_bytes
     )
-    assert p.staging_bytes == (staging_bytes(layout, p.n_staging) if p.n_staging else 0)
-    assert staging is not None or p.budget_bytes + p.staging_bytes <= held * size, (
-        "a budget holds staging tensors, too"
+    assert p.supply.staging_bytes == (
+        staging_bytes(layout, p.supply.n_staging) if p.supply.n_staging else 0
     )
-    assert not (p.resident and p.n_staging) and p.n_staging in (
+    assert (
+        staging is not None or p.budget_bytes + p.supply.staging_bytes <= held * size
+    ), "a budget holds staging tensors, too"
+    assert not (p.resident and p.supply.n_staging) and p.supply.n_staging in (
         (0, 1, 2) if staging is None else (0, staging)
     )
     assert vram != "auto" or p.total_bytes <= free - VRAM_MARGIN_BYTES
@@ -122,23 +124,23 @@ def test_plan_stages_prompts_if_staging_takes_little_of_the_budget(
 ) -> None:
     staged, small = plan(layout, "90%", "auto"), plan(layout, "9%", "auto")
     n_staged = math.ceil(staging_bytes(layout, 1) / slot_bytes(layout, on_device=True))
-    assert (staged.n_slots, staged.n_staging, staged.n_ubatch, staged.streams) == (
-        86 - n_staged,
-        1,
-        512,
-        True,
-    )
+    assert (
+        staged.n_slots,
+        staged.supply.n_staging,
+        staged.n_ubatch,
+        staged.supply.streams,
+    ) == (86 - n_staged, 1, 512, True)
     assert any(
         "staged in 1 tensor of a layer's experts" in reason for reason in staged.reasons
     )
-    assert (small.n_slots, small.n_staging, small.staging_bytes, small.n_ubatch) == (
-        8,
-        0,
-        0,
-        1,
-    )
+    assert (
+        small.n_slots,
+        small.supply.n_staging,
+        small.supply.staging_bytes,
+        small.n_ubatch,
+    ) == (8, 0, 0, 1)
     asked = plan(layout, "9%", "auto", staging=2)
-    assert (asked.n_slots, asked.n_staging, asked.n_ubatch) == (8, 2, 512)
+    assert (asked.n_slots, asked.supply.n_staging, asked.n_ubatch) == (8, 2, 512)
     with pytest.raises(
         OptionError, match="staging must be a number of tensors from 0 to 2, but is 3"
     ):
@@ -154,14 +156,14 @@ def test_plan_stages_small_budgets_if_a_request_costs_less(tmp_path: Path) -> No
     cycle, above = 24 + n_staged, plan(layout, (24 + n_staged) * size, "auto")
     # More than the share of a budget that two staging tensors may occupy.
     assert tensor_bytes > 0.25 * cycle * size
-    assert (above.n_slots, above.n_staging, above.n_ubatch, above.slot_tokens) == (
-        24,
-        1,
-        512,
-        1,
-    )
+    assert (
+        above.n_slots,
+        above.supply.n_staging,
+        above.n_ubatch,
+        above.supply.slot_tokens,
+    ) == (24, 1, 512, 1)
     below = plan(layout, (cycle - 1) * size, "auto")
-    assert (below.n_slots, below.n_staging, below.n_ubatch) == (cycle - 1, 0, 1)
+    assert (below.n_slots, below.supply.n_staging, below.n_ubatch) == (cycle - 1, 0, 1)
     assert any(
         "read 1 token at a time instead of 512: experts in slots" in reason
         for reason in below.reasons
@@ -170,7 +172,7 @@ def test_plan_stages_small_budgets_if_a_request_costs_less(tmp_path: Path) -> No
     for n_slots in (2, 5, n_staged + 1):
         assert plan(layout, n_slots * size, "auto").n_ubatch == 1
     tiny = plan(layout, (n_staged + 2) * size, "auto")
-    assert (tiny.n_slots, tiny.n_staging, tiny.n_ubatch) == (2, 1, 512)
+    assert (tiny.n_slots, tiny.supply.n_staging, tiny.n_ubatch) == (2, 1, 512)
 
 
 def test_plan_without_staging_limits_passes_to_the_devices_window(
@@ -185,7 +187,7 @@ def test_plan_without_staging_limits_passes_to_the_devices_window(
             staging=0,
             gpu=cuda,
         )
-        assert (p.n_slots, p.n_ubatch, p.slot_tokens) == (n_slots, n_ubatch, 4)
+        assert (p.n_slots, p.n_ubatch, p.supply.slot_tokens) == (n_slots, n_ubatch, 4)
     assert plan(layout, "100%", "auto", staging=0).n_ubatch == 512
 
 
@@ -193,7 +195,9 @@ def test_plan_does_not_stage_if_the_tensors_do_not_fit(layout: ExpertLayout) -> 
     enough = plan(layout, "90%", "auto", n_ubatch=512).total_bytes
     for n_bytes, n_staging in ((enough, 1), (enough - 1, 0)):
         assert (
-            plan(layout, "90%", "auto", vram_bytes=n_bytes, n_ubatch=512).n_staging
+            plan(
+                layout, "90%", "auto", vram_bytes=n_bytes, n_ubatch=512
+            ).supply.n_staging
             == n_staging
         )
 

@@ -5,6 +5,7 @@ check which deltas are sent together, and the failure line in a worker's log.
 """
 
 import json
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 import moegguf.errors
 from moegguf.engine.cost import Placement, Speeds
-from moegguf.engine.memory import MemoryNeeds
-from moegguf.engine.plan import MemoryPlan, PlacementPlan, Plan
+from moegguf.engine.load_spec import Budgets, LoadSpec
+from moegguf.engine.memory import ContextPlan, MemoryNeeds
+from moegguf.engine.plan import MemoryPlan, PlacementPlan, Plan, SupplyPlan
 from moegguf.engine.stats import Stats
 from moegguf.errors import ContextError, MoeggufError, OptionError, WorkerError
 from moegguf.generate.request import (
@@ -29,6 +31,9 @@ from moegguf.generate.request import (
     ToolCall,
     join,
 )
+from moegguf.gguf.projector import ProjectorHeader
+from moegguf.gguf.reader import Shard
+from moegguf.native.store import StoreOptions
 from moegguf.quantities import Link
 from moegguf.serving import wire
 from moegguf.serving.events import Snapshot
@@ -42,9 +47,15 @@ STATS = Stats(tokens=5, stall_s=0.25, pool_bytes=1 << 40)
 SPEEDS = Speeds(1e9, Link(2e9, 1e-5), 3e9)
 SLOTS = Placement("slots", 3.5, slot_bytes=7, hit_rate=0.5)
 PLAN = Plan(
-    (MemoryPlan("GPU0", (0, 1), 2, 17), MemoryPlan(None, (2,), 2, 17, 99, 1)), 7, 6, 4096, 512, MemoryNeeds(1, 2, 3),
+    (MemoryPlan("GPU0", (0, 1), 2, 17), MemoryPlan(None, (2,), 2, 17, 99, 1)), 7, 8, 6,
+    ContextPlan(4096, n_seq_max=2), 512, MemoryNeeds(1, 2, 3), SupplyPlan(n_staging=2),
     reasons=("a reason",), tensor_split=(2.0, 1.0),
     placement=PlacementPlan((SLOTS,), SLOTS, "fast", SPEEDS, "put in", 30),
+)  # fmt: skip
+SPEC = LoadSpec(
+    4096, type_k=8, flash_attn=None, budgets=Budgets.of({"expert_cache": "4GiB", "vram_cache": "50%,auto"}),
+    projector=ProjectorHeader(Shard(Path("/a b/p.gguf"), 1, 2, 3, 4, 5), "mlp", 6, 7, 8, 9, 10),
+    mirror=("/b", "/c"), tensor_split=(0.5, 1.5), store=StoreOptions(overlap=False),
 )  # fmt: skip
 LIKELY = TokenLogprob(
     7, b"t", -0.5, (TokenChance(8, b"\xe6\x97", -1.0), TokenChance(9, b"v", -2.0))
@@ -72,8 +83,8 @@ OBJECTS = [
     AnswerSummary(),
     STATS,
     Snapshot("a:latest", (0, 2), 3, b"\x00\x01\x02\x02\x01\x00", b"\xff" * 6, b"\x00" * 6, STATS, True, 12.5, 3.0),
-    LoadConfig("a", "/a b", PLAN, {"n_ctx": 4096}),
-    Ready(512, {"n_slots": 4, "reasons": ["a", "b"]}),
+    LoadConfig("a", "/a b", SPEC, PLAN, {"policy": "lru"}),
+    Ready(512, 4),
 ]  # fmt: skip
 
 

@@ -145,16 +145,12 @@ def _loaded_object(
     except HttpError:  # the name was removed while the model was loaded
         entry = None
     known = details_or_none(entry) if entry else None
-    slot_bytes, staging_bytes = (
-        int(model.plan.get(name, 0)) for name in ("slot_bytes", "staging_bytes")
-    )
-    all_in_ram = model.stats.n_experts * slot_bytes
-    all_on_gpus = model.stats.n_experts * int(
-        model.plan.get("device_slot_bytes", slot_bytes)
-    )
+    plan = model.plan
+    all_in_ram = model.stats.n_experts * plan.slot_bytes
+    all_on_gpus = model.stats.n_experts * plan.device_slot_bytes
     in_ram, on_gpus = (
         model.cache_bytes["RAM"],
-        model.cache_bytes["VRAM"] - staging_bytes,
+        model.cache_bytes["VRAM"] - plan.supply.staging_bytes,
     )
     share = max(in_ram / all_in_ram, on_gpus / all_on_gpus) if all_in_ram else None
     return {
