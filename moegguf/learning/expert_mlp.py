@@ -52,12 +52,9 @@ class Options(Schedule):
     most_samples: int = 0  # maximum number of samples in an epoch; 0: no limit
 
 
-def train(
-    trace: Trace, options: Options | None = None, report: Report = no_report
-) -> Weights:
+def train(trace: Trace, options: Options, report: Report = no_report) -> Weights:
     """Trains the network. Returns the arrays `popularity`, `affinity` and
     `layers.<i>.{weight,bias}`."""
-    options = options or Options()
     popularity = count_popularity(trace)
     affinity = count_affinity(trace, popularity)
     rng = np.random.default_rng(options.seed)
@@ -66,7 +63,7 @@ def train(
     network = FeedForward(sizes, rng, options.dropout, norms=True)
     samples = _samples(trace, popularity, affinity, options.seed)
     trainee = FeedForwardTrainee(
-        network, samples, binary_cross_entropy, options.batch, options.most_samples, rng
+        network, samples, binary_cross_entropy, options.batch, options.most_samples
     )
     fitted = fit(trainee, options, report)
     arrays = {"popularity": popularity, "affinity": affinity}

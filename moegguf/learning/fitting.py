@@ -213,6 +213,17 @@ def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
     return int(is_right.sum()), total
 
 
+def accuracy(batches: Iterable[tuple[Floats, Choices]]) -> float:
+    """Returns ProMoE's ACCURACY over batches of (scores, chosen); 0 if no expert was
+    chosen. `n_right` defines it for one batch."""
+    right = total = 0
+    for scores, chosen in batches:
+        n_hit, n_chosen = n_right(scores, chosen)
+        right += n_hit
+        total += n_chosen
+    return right / max(1, total)
+
+
 def cross_entropy(logits: Node, chosen: Floats) -> Batch:
     """Returns the cross-entropy of a softmax, averaged over samples. In the target, the
     chosen experts have equal shares.

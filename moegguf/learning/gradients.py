@@ -7,6 +7,7 @@ in tests/pure/test_gradients.py compare each operation with finite differences.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -57,17 +58,6 @@ class Node:
 
         return Node(self.value * other.value, (self, other), back)
 
-    def __matmul__(self, other: Node) -> Node:
-        """Returns the matrix products of values (..., n, m) and (..., m, k) with equal
-        leading axes."""
-
-        def back(gradient: Floats) -> Gradients:
-            of_self = gradient @ other.value.swapaxes(-1, -2)
-            of_other = self.value.swapaxes(-1, -2) @ gradient
-            return of_self, of_other
-
-        return Node(self.value @ other.value, (self, other), back)
-
 
 def backward(last: Node, gradient: Floats) -> None:
     """Computes the gradient of each node that learns and that `last` depends on, and
@@ -111,24 +101,34 @@ def _summed(gradient: Floats, node: Node) -> Floats:
     return repeated.sum(axis=0)
 
 
-def product(x: Node, w: Node) -> Node:
-    """Returns x @ w for x (..., n_in) and a matrix w (n_in, n_out)."""
-    n_in, n_out = w.value.shape
-    shape = x.value.shape
-    leading = shape[:-1]
-    rows = x.value.reshape(-1, n_in)
+def einsum(axes: str, a: Node, b: Node) -> Node:
+    """Returns the sum of products that `axes` describes, such as "ni,oi->no", as
+    numpy's einsum does. Each axis of an operand is also an axis of the other operand or
+    of the result."""
+    of_a, of_b, of_result = re.split(",|->", axes)
 
     def back(gradient: Floats) -> Gradients:
-        of_rows = gradient.reshape(-1, n_out)
-        of_w = rows.T @ of_rows
-        if not x.learns:
-            return None, of_w
-        of_x = of_rows @ w.value.T
-        return of_x.reshape(shape), of_w
+        to_a = f"{of_result},{of_b}->{of_a}"
+        to_b = f"{of_a},{of_result}->{of_b}"
+        return (
+            _contracted(to_a, gradient, b.value) if a.learns else None,
+            _contracted(to_b, a.value, gradient) if b.learns else None,
+        )
 
-    found = rows @ w.value
-    found = found.reshape(*leading, n_out)
-    return Node(found, (x, w), back)
+    return Node(_contracted(axes, a.value, b.value), (a, b), back)
+
+
+def _contracted(axes: str, a: Floats, b: Floats) -> Floats:
+    """Returns numpy's einsum, computed with a matrix product, in C order.
+
+    The operands change places, because numpy 2.4 multiplies the second one by the
+    first, and then need not copy a result into C order.
+    """
+    operands, result = axes.split("->")
+    of_a, of_b = operands.split(",")
+    swapped = f"{of_b},{of_a}->{result}"
+    found: Floats = np.einsum(swapped, b, a, optimize=True, order="C")
+    return found
 
 
 def relu(x: Node) -> Node:
@@ -199,24 +199,3 @@ def rows_of(table: Node, ids: Integers) -> Node:
         return (of_table,)
 
     return Node(table.value[ids], (table,), back)
-
-
-def reshape(x: Node, *shape: int) -> Node:
-    """Returns x with a different shape."""
-
-    def back(gradient: Floats) -> Gradients:
-        return (gradient.reshape(x.value.shape),)
-
-    value = x.value.reshape(shape)
-    return Node(value, (x,), back)
-
-
-def transpose(x: Node, *axes: int) -> Node:
-    """Returns x with its axes in a different order."""
-    back_axes = np.argsort(axes)
-
-    def back(gradient: Floats) -> Gradients:
-        return (gradient.transpose(back_axes),)
-
-    value = x.value.transpose(axes)
-    return Node(value, (x,), back)

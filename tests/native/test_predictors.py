@@ -33,6 +33,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
 from moegguf.gguf.routers import Gating, Router, Routers
+from moegguf.learning.routing_path import Options, array_sizes
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor, integers
 from moegguf.native.store import Store, StoreContext, StoreOptions
@@ -138,33 +139,19 @@ def expert_mlp() -> Predictor:
     return networks.expert_mlp(SHAPE, Weights(single, {"hidden": sizes[1:-1]}))
 
 
-def path_arrays(
-    window: int = 6, chunk: int = 4, n_embd: int = 32, n_head: int = 2, n_ff: int = 24
-) -> Arrays:
-    random, size = rng(), n_embd // n_head
-    arrays = {
-        "embedding": random.standard_normal((SHAPE.n_vocab + 1, n_embd)),
-        "window": random.standard_normal((window, n_embd)), "chunk": random.standard_normal((chunk, n_embd)),
-        "memory_norm": 1 + 0.1 * random.standard_normal(n_embd), "output_norm": np.ones(n_embd),
-        "heads.weight": random.standard_normal((n_embd, N, SHAPE.n_expert)) / 4,
-        "heads.bias": random.standard_normal((N, SHAPE.n_expert)),
-    }  # fmt: skip
-    parts = ["encoder.0.self", "encoder.0.feed"]
-    parts += [
-        f"decoder.{i}.{part}" for i in range(2) for part in ("self", "cross", "feed")
-    ]
-    for part in parts:
-        arrays[f"{part}.norm"] = 1 + 0.1 * random.standard_normal(n_embd)
-        if part.endswith("feed"):
-            arrays[f"{part}.up"] = random.standard_normal((n_embd, n_ff)) / 6
-            arrays[f"{part}.down"] = random.standard_normal((n_ff, n_embd)) / 6
-            continue
-        arrays |= {
-            f"{part}.{name}": random.standard_normal((n_embd, n_head, size)) / 6
-            for name in "qkv"
-        }
-        arrays[f"{part}.out"] = random.standard_normal((n_head, size, n_embd)) / 6
-    return {name: array.astype(np.float32) for name, array in arrays.items()}
+def path_arrays() -> Arrays:
+    """Returns random arrays for a small routing path."""
+    options = Options(window=6, chunk=4, n_embd=32, n_head=2, n_ff=24)
+    sizes = array_sizes(options, SHAPE.n_vocab + 1, N, SHAPE.n_expert)
+    random, arrays = rng(), {}
+    for name, size in sizes.items():
+        drawn = random.standard_normal(size)
+        if name.endswith("norm"):
+            drawn = 1 + 0.1 * drawn
+        elif name.startswith(("encoder", "decoder", "heads.weight")):
+            drawn /= 6
+        arrays[name] = drawn.astype(np.float32)
+    return arrays
 
 
 def routing_path() -> Predictor:

@@ -41,6 +41,7 @@ from moegguf.learning.counts import (
     count_tokens,
 )
 from moegguf.learning.expert_mlp import states
+from moegguf.learning.routing_path import Options, array_sizes
 from moegguf.native.predictor import QuantizedMatrix
 
 THREE = MoeShape(
@@ -203,25 +204,12 @@ def test_quantized_matrix_keeps_the_product_within_rounding() -> None:
 
 
 PATH_SHAPE = MoeShape(n_layer=4, n_expert=3, n_expert_used=1, layers=(1, 3), n_vocab=5)
-N_EMBD, N_HEAD, N_FF = 8, 2, 10
-ATTENTION = {
-    "norm": (N_EMBD,), "out": (N_HEAD, N_EMBD // N_HEAD, N_EMBD),
-    **dict.fromkeys("qkv", (N_EMBD, N_HEAD, N_EMBD // N_HEAD)),
-}  # fmt: skip
-BLOCK = {
-    "self": ATTENTION,
-    "feed": {"norm": (N_EMBD,), "up": (N_EMBD, N_FF), "down": (N_FF, N_EMBD)},
-}
-BLOCKS = {"encoder.0": BLOCK, "decoder.0": {**BLOCK, "cross": ATTENTION}}
-SIZES: dict[str, tuple[int, ...]] = {
-    "embedding": (PATH_SHAPE.n_vocab + 1, N_EMBD), "window": (6, N_EMBD), "chunk": (4, N_EMBD),
-    "memory_norm": (N_EMBD,), "output_norm": (N_EMBD,), "heads.weight": (N_EMBD, 2, PATH_SHAPE.n_expert),
-    "heads.bias": (2, PATH_SHAPE.n_expert),
-    **{
-        f"{block}.{part}.{name}": size
-        for block, parts in BLOCKS.items() for part, arrays in parts.items() for name, size in arrays.items()
-    },
-}  # fmt: skip
+SIZES = array_sizes(
+    Options(n_embd=8, n_head=2, n_ff=10, n_decoder=1, window=6, chunk=4),
+    PATH_SHAPE.n_vocab + 1,
+    PATH_SHAPE.n_moe_layer,
+    PATH_SHAPE.n_expert,
+)
 
 
 @pytest.mark.parametrize("name", sorted(SIZES))
