@@ -70,8 +70,7 @@ def train(trace: Trace, options: Options, report: Report = no_report) -> Weights
     for i, (weight, bias) in enumerate(network.matrices()):
         arrays[f"layers.{i}.weight"] = weight.astype(np.float16)
         arrays[f"layers.{i}.bias"] = bias.astype(np.float16)
-    curve = [round(accuracy, 4) for accuracy in fitted.accuracies]
-    return Weights(arrays, asdict(options) | fitted.facts | {"curve": curve})
+    return Weights(arrays, asdict(options) | fitted.facts)
 
 
 def _samples(
@@ -116,7 +115,9 @@ def states(
     before[:, :known] = expert_ids[:, :known] + 1
     row_of = rows[:, np.newaxis]
     before[np.arange(n_layer - 1) >= row_of] = 0
-    h = before.reshape(n, -1) / np.float32(n_expert)
+    before /= np.float32(n_expert)
     last = expert_ids[np.arange(n), rows - 1]
-    a = affinity[row_of - 1, last].reshape(n, -1)
+    a = affinity[row_of - 1, last]
+    h = before.reshape(n, -1)
+    a = a.reshape(n, -1)
     return np.concatenate([h, popularity[rows], a], axis=1)

@@ -21,6 +21,9 @@ VALIDATION_BATCH = 2048
 
 Indices = Int64s
 Layer = tuple[Node, Node]  # a matrix (n_in, n_out) and a bias (n_out,)
+# A function of the output of a layer and the layer's number. It computes the input of
+# the next layer.
+Between = Callable[[Node, int], Node]
 Loss = Callable[[Node, Floats], Batch]
 
 
@@ -35,14 +38,11 @@ class Samples:
     read: Callable[[Indices], tuple[Floats, Floats]]
 
 
-def dense(
-    x: Node, layers: Sequence[Layer], between: Callable[[Node, int], Node] | None = None
-) -> Node:
-    """Returns the outputs (n, n_out) of dense layers for inputs `x` (n, n_in).
-    `between` is applied to the output of each layer i but the last; None: a ReLU."""
+def dense(x: Node, layers: Sequence[Layer], between: Between) -> Node:
+    """Returns the outputs (n, n_out) of dense layers for inputs `x` (n, n_in)."""
     for i, (weight, bias) in enumerate(layers):
         if i > 0:
-            x = between(x, i - 1) if between else relu(x)
+            x = between(x, i - 1)
         x = einsum("ni,io->no", x, weight) + bias
     return x
 
@@ -52,10 +52,12 @@ class BatchNorm:
     inputs."""
 
     def __init__(self, n: int) -> None:
-        self.gain = Node(np.ones(n, np.float32), learns=True)
-        self.bias = Node(np.zeros(n, np.float32), learns=True)
-        self.mean = Node(np.zeros(n, np.float32))
-        self.variance = Node(np.ones(n, np.float32))
+        ones = np.ones(n, np.float32)
+        zeros = np.zeros(n, np.float32)
+        self.gain = Node(ones.copy(), learns=True)
+        self.bias = Node(zeros.copy(), learns=True)
+        self.mean = Node(zeros)
+        self.variance = Node(ones)
         self.nodes = [self.gain, self.bias, self.mean, self.variance]
 
     def __call__(self, x: Node) -> Node:
@@ -63,22 +65,22 @@ class BatchNorm:
         running means and variances."""
         n = len(x.value)
         unbias = n / max(1, n - 1)
-        _update(self.mean, x.value.mean(axis=0))
-        _update(self.variance, x.value.var(axis=0) * unbias)
-        return standardize(x, NORM_EPS) * self.gain + self.bias
+        mean = x.value.mean(axis=0)
+        variance = x.value.var(axis=0) * unbias
+        for running, found in ((self.mean, mean), (self.variance, variance)):
+            change = np.float32(MOMENTUM) * (found - running.value)
+            running.value = running.value + change
+        normed = standardize(x, NORM_EPS)
+        return normed * self.gain + self.bias
 
     def fold(self, weight: Floats, bias: Floats) -> tuple[Floats, Floats]:
         """Returns the matrix and bias of a layer that computes both the given layer and
         this norm of the layer's output."""
         spread = np.sqrt(self.variance.value + NORM_EPS)
         gain = self.gain.value / spread
-        centred = bias - self.mean.value
-        return weight * gain[:, np.newaxis], centred * gain + self.bias.value
-
-
-def _update(running: Node, found: Floats) -> None:
-    change = np.float32(MOMENTUM) * (found - running.value)
-    running.value = running.value + change
+        weight = weight * gain[:, np.newaxis]
+        bias = (bias - self.mean.value) * gain
+        return weight, bias + self.bias.value
 
 
 class FeedForward:
@@ -103,24 +105,28 @@ class FeedForward:
             most = 1 / np.sqrt(n_in)
             weight = rng.uniform(-most, most, (n_in, n_out))
             bias = rng.uniform(-most, most, n_out)
-            self._layers.append(
-                (
-                    Node(weight.astype(np.float32), learns=True),
-                    Node(bias.astype(np.float32), learns=True),
-                )
+            layer = (
+                Node(weight.astype(np.float32), learns=True),
+                Node(bias.astype(np.float32), learns=True),
             )
-        self._norms = [BatchNorm(n) for n in sizes[1:-1]] if norms else []
+            self._layers.append(layer)
+        hidden = sizes[1:-1] if norms else ()
+        self._norms = [BatchNorm(n) for n in hidden]
         # All values that training changes.
-        self.nodes = [node for layer in self._layers for node in layer]
-        self.nodes += [node for norm in self._norms for node in norm.nodes]
+        self.nodes: list[Node] = []
+        for layer in self._layers:
+            self.nodes += layer
+        for norm in self._norms:
+            self.nodes += norm.nodes
 
     def training_logits(self, inputs: Floats) -> Node:
         """Returns the logits (n, n_expert) for `inputs` in a training step. Batch norms
         use the means and variances of these inputs."""
 
         def between(x: Node, i: int) -> Node:
-            x = relu(self._norms[i](x) if self._norms else x)
-            return dropped(x, self._dropout, self._rng)
+            if self._norms:
+                x = self._norms[i](x)
+            return dropped(relu(x), self._dropout, self._rng)
 
         return dense(Node(inputs), self._layers, between)
 
@@ -137,7 +143,8 @@ def logits(inputs: Floats, matrices: Sequence[tuple[Floats, Floats]]) -> Floats:
     """Returns the logits (n, n_expert) of a network, given as `FeedForward.matrices`
     returns it."""
     layers = [(Node(weight.T), Node(bias)) for weight, bias in matrices]
-    return dense(Node(inputs), layers).value
+    found = dense(Node(inputs), layers, lambda x, i: relu(x))
+    return found.value
 
 
 def dropped(x: Node, share: float, rng: np.random.Generator) -> Node:
@@ -146,7 +153,8 @@ def dropped(x: Node, share: float, rng: np.random.Generator) -> Node:
     if not share:
         return x
     is_kept = rng.random(x.value.shape, np.float32) >= share
-    return x * Node(is_kept / np.float32(1 - share))
+    factors = is_kept / np.float32(1 - share)
+    return x * Node(factors)
 
 
 class FeedForwardTrainee(Trainee):

@@ -52,8 +52,11 @@ class Node:
         repeated along the leading axes of the other operand."""
 
         def back(gradient: Floats) -> Gradients:
-            of_self = _summed(gradient * other.value, self) if self.learns else None
-            of_other = _summed(gradient * self.value, other) if other.learns else None
+            of_self = of_other = None
+            if self.learns:
+                of_self = _summed(gradient * other.value, self)
+            if other.learns:
+                of_other = _summed(gradient * self.value, other)
             return of_self, of_other
 
         return Node(self.value * other.value, (self, other), back)
@@ -69,8 +72,11 @@ def backward(last: Node, gradient: Floats) -> None:
             continue
         parts = node.back(node.grad)
         for source, part in zip(node.inputs, parts, strict=True):
-            if part is not None and source.learns:
-                source.grad = part if source.grad is None else source.grad + part
+            if part is None or not source.learns:
+                continue
+            if source.grad is not None:
+                part = source.grad + part
+            source.grad = part
 
 
 def _in_order(last: Node) -> list[Node]:
@@ -108,14 +114,15 @@ def einsum(axes: str, a: Node, b: Node) -> Node:
     of_a, of_b, of_result = re.split(",|->", axes)
 
     def back(gradient: Floats) -> Gradients:
-        to_a = f"{of_result},{of_b}->{of_a}"
-        to_b = f"{of_a},{of_result}->{of_b}"
-        return (
-            _contracted(to_a, gradient, b.value) if a.learns else None,
-            _contracted(to_b, a.value, gradient) if b.learns else None,
-        )
+        to_a = to_b = None
+        if a.learns:
+            to_a = _contracted(f"{of_result},{of_b}->{of_a}", gradient, b.value)
+        if b.learns:
+            to_b = _contracted(f"{of_a},{of_result}->{of_b}", a.value, gradient)
+        return to_a, to_b
 
-    return Node(_contracted(axes, a.value, b.value), (a, b), back)
+    found = _contracted(axes, a.value, b.value)
+    return Node(found, (a, b), back)
 
 
 def _contracted(axes: str, a: Floats, b: Floats) -> Floats:
@@ -146,7 +153,8 @@ def softmax(x: Node) -> Node:
     shares = shares_of(x.value)
 
     def back(gradient: Floats) -> Gradients:
-        mean = (gradient * shares).sum(axis=-1, keepdims=True)
+        products = gradient * shares
+        mean = products.sum(axis=-1, keepdims=True)
         return (shares * (gradient - mean),)
 
     return Node(shares, (x,), back)
@@ -168,7 +176,8 @@ def rms_norm(x: Node, eps: float) -> Node:
     normed = x.value * scale
 
     def back(gradient: Floats) -> Gradients:
-        along = (gradient * normed).mean(axis=-1, keepdims=True)
+        products = gradient * normed
+        along = products.mean(axis=-1, keepdims=True)
         return (scale * (gradient - normed * along),)
 
     return Node(normed, (x,), back)
@@ -183,7 +192,8 @@ def standardize(x: Node, eps: float) -> Node:
     normed = centred * scale
 
     def back(gradient: Floats) -> Gradients:
-        along = (gradient * normed).mean(axis=0)
+        products = gradient * normed
+        along = products.mean(axis=0)
         without_mean = gradient - gradient.mean(axis=0)
         return (scale * (without_mean - normed * along),)
 

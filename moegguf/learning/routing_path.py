@@ -17,7 +17,7 @@ every other token id is zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -172,7 +172,8 @@ class PathModel:
             x = x + drop(self._attend(f"encoder.{i}.self", x))
             x = x + drop(self._feed_forward(f"encoder.{i}.feed", x))
         memory = drop(self._norm("memory_norm", x))
-        positions = rows_of(parameters["chunk"], np.arange(chunks.shape[1]))
+        n_token = chunks.shape[1]
+        positions = rows_of(parameters["chunk"], np.arange(n_token))
         x = drop(rows_of(embedding, chunks) + positions)
         for i in range(self._options.n_decoder):
             x = x + drop(self._attend(f"decoder.{i}.self", x, causal=True))
@@ -191,22 +192,31 @@ class PathModel:
         """Normalizes x (n, n_token, n_embd). Returns its attention over itself, or over
         `memory` (n, n_window, n_embd)."""
         x = self._norm(f"{name}.norm", x)
-        q, k, v = (
-            einsum("nti,ihd->nhtd", source, self.parameters[f"{name}.{part}"])
-            for part, source in (("q", x), ("k", memory or x), ("v", memory or x))
-        )
-        scale = np.array(q.value.shape[-1] ** -0.5, np.float32)
+        memory = memory or x
+        q = self._heads(f"{name}.q", x)
+        k = self._heads(f"{name}.k", memory)
+        v = self._heads(f"{name}.v", memory)
+        n_embd_head = q.value.shape[-1]
+        scale = np.array(n_embd_head**-0.5, np.float32)
         scores = einsum("nhtd,nhsd->nhts", q * Node(scale), k)
         if causal:
-            masked = np.full(scores.value.shape[-2:], MASKED)
-            scores = scores + Node(np.triu(masked, 1))
+            n_token = x.value.shape[1]
+            masked = np.full((n_token, n_token), MASKED)
+            later = np.triu(masked, 1)
+            scores = scores + Node(later)
         mixed = einsum("nhts,nhsd->nhtd", softmax(scores), v)
         return einsum("nhtd,hdi->nti", mixed, self.parameters[f"{name}.out"])
+
+    def _heads(self, name: str, x: Node) -> Node:
+        """Returns x times a matrix, split by head: (n, n_head, n_token,
+        n_embd_head)."""
+        return einsum("nti,ihd->nhtd", x, self.parameters[name])
 
     def _feed_forward(self, name: str, x: Node) -> Node:
         x = self._norm(f"{name}.norm", x)
         up = einsum("nti,if->ntf", x, self.parameters[f"{name}.up"])
-        return einsum("ntf,fi->nti", relu(up), self.parameters[f"{name}.down"])
+        hidden = relu(up)
+        return einsum("ntf,fi->nti", hidden, self.parameters[f"{name}.down"])
 
 
 def logit(share: Floats) -> Floats:
@@ -220,6 +230,9 @@ class Samples:
     """The tokens of all requests of a trace in one array. Padding (token id n_vocab)
     comes before and after each request. Requests with unknown tokens are left out.
     Raises OptionError if no request remains.
+
+    spans: {request: (position of its first token in `tokens`, position after its last
+    token)}
 
     seen (n_seen,): the distinct token ids that occur, ascending, including n_vocab for
     padding.
@@ -235,24 +248,26 @@ class Samples:
         self.window = window
         self.chunk = chunk
         sequence_of = trace.sequence_of
-        unknown = set(sequence_of[trace.tokens < 0].tolist())
-        self.sequences = [
-            sequence for sequence in trace.sequences() if sequence not in unknown
-        ]
-        if not self.sequences:
+        unknown = sequence_of[trace.tokens < 0].tolist()
+        self.spans: dict[int, tuple[int, int]] = {}
+        places = []
+        end = -chunk
+        for sequence in trace.sequences():
+            if sequence in unknown:
+                continue
+            place = np.flatnonzero(sequence_of == sequence)
+            places.append(place)
+            start = end + chunk + window
+            end = start + len(place)
+            self.spans[sequence] = start, end
+        if not self.spans:
             raise OptionError(
                 "the trace must have requests whose tokens are all known, but has none; record it with `moegguf trace"
                 " record`, or import files that hold token ids."
             )
-        places = [
-            np.flatnonzero(sequence_of == sequence) for sequence in self.sequences
-        ]
-        lengths = np.array([len(place) for place in places])
-        self.ends = np.cumsum(lengths + window + chunk) - chunk
-        self.starts = self.ends - lengths
-        here = self.tokens_of(self.sequences)
+        here = self.tokens_of(self.spans)
         there = np.concatenate(places)
-        n = self.ends[-1] + chunk
+        n = end + chunk
         shape = trace.shape
         tokens = np.full(n, shape.n_vocab, np.int64)
         tokens[here] = trace.tokens[there]
@@ -265,16 +280,10 @@ class Samples:
         self.known = np.zeros(size[:2], np.bool_)
         self.known[here] = ids[:, :, 0] >= 0
 
-    def tokens_of(self, sequences: list[int]) -> Integers:
+    def tokens_of(self, sequences: Iterable[int]) -> Integers:
         """Returns the positions of these requests' tokens in `tokens`."""
-        spans = self._spans(sequences)
-        return np.concatenate([np.arange(*span) for span in spans])
-
-    def _spans(self, sequences: list[int]) -> Integers:
-        """Returns (first position, end) of each of these requests in `tokens`, (n,
-        2)."""
-        spans = np.stack([self.starts, self.ends], axis=1)
-        return spans[np.isin(self.sequences, sequences)]
+        positions = [np.arange(*self.spans[sequence]) for sequence in sequences]
+        return np.concatenate(positions)
 
     def popularity(self, places: Integers) -> Floats:
         """Returns (n_moe_layer, n_expert): the share of the tokens at `places` that
@@ -311,8 +320,8 @@ class Samples:
         n = min(n_embd, *excess.shape)
         u, s, vt = largest_singular(excess, n, rng)
         rows = u * s
-        root_mean_square = float(np.sqrt(np.mean(rows**2)))
-        spread = max(root_mean_square, MIN_SHARE)
+        mean_square = np.mean(rows**2)
+        spread = max(float(np.sqrt(mean_square)), MIN_SHARE)
         embedding = np.zeros((n_seen, n_embd), np.float32)
         embedding[:, :n] = rows / spread
         heads = np.zeros((n_embd, *size), np.float32)
@@ -324,7 +333,8 @@ class Samples:
         """Returns the positions at which the chunks of these requests begin. Each
         request is cut into chunks at a random offset."""
         cuts = [np.zeros(0, np.int64)]
-        for start, end in self._spans(sequences):
+        for sequence in sequences:
+            start, end = self.spans[sequence]
             first = start - int(rng.integers(self.chunk))
             cut = np.arange(first, end, self.chunk)
             cuts.append(np.maximum(cut, start))
@@ -343,11 +353,12 @@ class PathTrainee(Trainee):
         rng: np.random.Generator,
     ) -> None:
         self._training = [
-            sequence for sequence in samples.sequences if sequence not in validation
+            sequence for sequence in samples.spans if sequence not in validation
         ]
         places = samples.tokens_of(self._training)
         guess = samples.first_guess(places, options.n_embd, rng)
-        sizes = array_sizes(options, len(samples.seen), *samples.paths.shape[1:])
+        n_moe_layer, n_expert = samples.paths.shape[1:]
+        sizes = array_sizes(options, len(samples.seen), n_moe_layer, n_expert)
         arrays = {
             name: first_array(name, size, options, rng) for name, size in sizes.items()
         }
@@ -361,11 +372,11 @@ class PathTrainee(Trainee):
     @property
     def n_batches(self) -> int:
         """An upper bound on the number of batches in an epoch."""
-        samples = self._samples
-        lengths = samples.ends - samples.starts
-        lengths = lengths[np.isin(samples.sequences, self._training)]
-        n_chunks = -(-lengths // samples.chunk) + 1
-        return int(n_chunks.sum()) // self._batch + 1
+        n_chunks = 0
+        for sequence in self._training:
+            start, end = self._samples.spans[sequence]
+            n_chunks += 1 - (start - end) // self._samples.chunk
+        return n_chunks // self._batch + 1
 
     def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
         """Yields batches of chunks in random order."""
@@ -401,7 +412,7 @@ def train(trace: Trace, options: Options, report: Report = no_report) -> Weights
     """Trains the network. Returns the network's arrays, and facts about the training.
     The arrays depend only on the trace, the options and the number of threads."""
     samples = Samples(trace, options.window, options.chunk)
-    used = trace.select(samples.sequences)
+    used = trace.select(samples.spans)
     validation = held_out(used, VALIDATION_SHARE, options.seed)
     rng = np.random.default_rng(options.seed)
     trainee = PathTrainee(samples, validation, options, rng)
