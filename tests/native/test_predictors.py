@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from moegguf.controller.predictors import counts, networks
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.counts import previous_token
 from moegguf.controller.predictors.eamc import EamcPredictor
-from moegguf.controller.predictors.networks import state_size, window_pairs
 from moegguf.controller.predictors.routing_path import routing_path as routing_path_of
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
@@ -75,17 +73,9 @@ def skip(gating: Gating = Gating.SOFTMAX, n_group: int = 1) -> Predictor:
 
 def mlp() -> Predictor:
     random, arrays = rng(), {}
-    for source, target in window_pairs(SHAPE, [1, 3]):
-        for part, size in (
-            ("hidden", (24, SHAPE.n_embd)),
-            ("out", (SHAPE.n_expert, 24)),
-        ):
-            arrays[f"{source}.{target}.{part}.weight"] = (
-                random.standard_normal(size).astype(np.float32) * 0.3
-            )
-            arrays[f"{source}.{target}.{part}.bias"] = (
-                random.standard_normal(size[0]).astype(np.float32) * 0.1
-            )
+    for name, size in networks.mlp_sizes(SHAPE, [1, 3], 24).items():
+        spread = 0.1 if name.endswith("bias") else 0.3
+        arrays[name] = random.standard_normal(size).astype(np.float32) * spread
     return networks.mlp(SHAPE, Weights(arrays, {"windows": [1, 3], "n_hidden": 24}))
 
 
@@ -128,15 +118,13 @@ def affinity(matrix: Float32s = AFFINITY, shape: MoeShape = SHAPE) -> Predictor:
 
 
 def expert_mlp() -> Predictor:
-    random, sizes = rng(), [state_size(SHAPE), 20, 16, 12, 12, 8, 8, SHAPE.n_expert]
-    arrays = {"popularity": random.random((N, SHAPE.n_expert)), "affinity": AFFINITY}
-    for i, (n_in, n_out) in enumerate(pairwise(sizes)):
-        arrays[f"layers.{i}.weight"] = random.standard_normal((n_out, n_in)) / np.sqrt(
-            n_in
-        )
-        arrays[f"layers.{i}.bias"] = random.standard_normal(n_out) * 0.1
-    single = {name: array.astype(np.float32) for name, array in arrays.items()}
-    return networks.expert_mlp(SHAPE, Weights(single, {"hidden": sizes[1:-1]}))
+    random, hidden, arrays = rng(), [20, 16, 12, 12, 8, 8], {}
+    for name, size in networks.expert_mlp_sizes(SHAPE, hidden).items():
+        spread = 0.1 if name.endswith("bias") else size[-1] ** -0.5
+        arrays[name] = random.standard_normal(size).astype(np.float32) * spread
+    arrays["popularity"] = random.random((N, SHAPE.n_expert), np.float32)
+    arrays["affinity"] = AFFINITY
+    return networks.expert_mlp(SHAPE, Weights(arrays, {"hidden": hidden}))
 
 
 def path_arrays() -> Arrays:

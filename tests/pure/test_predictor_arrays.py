@@ -14,7 +14,6 @@ import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,9 @@ from moegguf.controller import weights as weights_file
 from moegguf.controller.predictors.counts import MAX_COUNT, affinity, token_table
 from moegguf.controller.predictors.networks import (
     expert_mlp,
+    expert_mlp_sizes,
     mlp,
+    mlp_sizes,
     state_size,
     window_pairs,
 )
@@ -125,11 +126,8 @@ def test_states_contain_history_popularity_and_affinity_rows() -> None:
 
 
 def test_expert_mlp_rejects_wrong_sizes() -> None:
-    sizes = [state_size(SPARSE), *[8] * 6, SPARSE.n_expert]
-    arrays = {"popularity": POPULARITY, "affinity": AFFINITY}
-    for i, (n_in, n_out) in enumerate(pairwise(sizes)):
-        arrays[f"layers.{i}.weight"] = np.eye(n_out, n_in, dtype=np.float32)
-        arrays[f"layers.{i}.bias"] = np.zeros(n_out, np.float32)
+    sizes = expert_mlp_sizes(SPARSE, [8] * 6)
+    arrays = {name: np.ones(size, np.float32) for name, size in sizes.items()}
     expert_mlp(SPARSE, Weights(arrays, {"hidden": [8] * 6}))
     for hidden, why in (
         (
@@ -153,11 +151,8 @@ FIVE = MoeShape(
 
 
 def windows_of(windows: list[int]) -> Weights:
-    arrays = {}
-    for source, target in window_pairs(FIVE, windows):
-        for part, size in (("hidden", (2, 2)), ("out", (3, 2))):
-            arrays[f"{source}.{target}.{part}.weight"] = np.ones(size, np.float32)
-            arrays[f"{source}.{target}.{part}.bias"] = np.zeros(size[0], np.float32)
+    sizes = mlp_sizes(FIVE, windows, 2)
+    arrays = {name: np.ones(size, np.float32) for name, size in sizes.items()}
     return Weights(arrays, {"windows": windows, "n_hidden": 2})
 
 
