@@ -360,7 +360,9 @@ class PathTrainee(Trainee):
         n_moe_layer, n_expert = samples.paths.shape[1:]
         sizes = array_sizes(options, len(samples.seen), n_moe_layer, n_expert)
         arrays = {
-            name: first_array(name, size, options, rng) for name, size in sizes.items()
+            name: first_array(name, size, options, rng)
+            for name, size in sizes.items()
+            if name not in guess
         }
         self.model = PathModel(arrays | guess, options, rng)
         self.nodes = list(self.model.parameters.values())
