@@ -310,8 +310,8 @@ def run_test(
     spec: Spec,
     test: Test,
     feed: Feed,
-    engine: Engine | None = None,
-    bounds: Bounds | None = None,
+    engine: Engine | None,
+    bounds: Bounds | None,
 ) -> dict[str, Any]:
     """Runs all repetitions of one test. If the model has an expert store and `probe_s`
     is not 0, measures the file's read speed before and after each repetition. With

@@ -384,10 +384,7 @@ def make_systems(
 
 
 def run_series(
-    group: Sequence[BenchedSystem],
-    rounds: int,
-    run: Runner,
-    progress: Progress = lambda _: None,
+    group: Sequence[BenchedSystem], rounds: int, run: Runner, progress: Progress
 ) -> Iterator[Outcome]:
     """Runs every system once in each round: A B C A B C. Yields each outcome as soon as
     it is known. A system that failed is not run again."""

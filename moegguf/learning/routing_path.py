@@ -47,7 +47,7 @@ from moegguf.learning.gradients import (
     rows_of,
     softmax,
 )
-from moegguf.learning.splitting import held_out
+from moegguf.learning.splitting import VALIDATION_SHARE, held_out
 from moegguf.native.events import Bools
 from moegguf.trace.trace import Trace
 
@@ -64,7 +64,6 @@ PRIOR_TOKENS = 1.0
 N_POWER = 4  # power iterations for the largest singular values
 # Attention score of positions that a token must not attend to.
 MASKED = np.float32(-1e9)
-VALIDATION_SHARE = 0.1
 
 
 @dataclass(frozen=True)

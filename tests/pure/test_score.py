@@ -28,13 +28,13 @@ SHAPE = MoeShape(
 )
 
 
-def cyclic(n_sequences: int = 1, n_tokens: int = 6) -> Trace:
-    """Returns a trace in which token t of a sequence uses the experts t and t + 1 (mod
+def cyclic(n_sequences: int = 1) -> Trace:
+    """Returns a trace in which token t of the six tokens of a sequence uses the experts t and t + 1 (mod
     8) in every layer.
 
     The first two tokens of a sequence are its prompt.
     """
-    path = [[[t % 8, (t + 1) % 8]] * 4 for t in range(n_tokens)]
+    path = [[[t % 8, (t + 1) % 8]] * 4 for t in range(6)]
     return hand_made(SHAPE, [path] * n_sequences, prefill=2)
 
 
