@@ -160,7 +160,6 @@ class Spec:
     seed: int = 0
     warmup: bool = True
     delay_s: float = 0.0
-    probe_s: float = 0.5
     bound: bool = False  # also computes the bound of each test (bench/bound.py)
     verbose: bool = False
 
