@@ -1,8 +1,6 @@
 """Computes the rates of the native next-use policy in numpy. Tests compare them with
 the choices of the store."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from moegguf.controller.shape import MoeShape
@@ -33,18 +31,15 @@ class LearnedRates:
     """
 
     WINDOW, AFTER, SHARPNESS = 1536, (0.4, 0.25, 0.15, 0.1, 0.05, 0.05), 16
+    HALF_LIVES_TOKENS = (1, 4, 16, 64, 256, 4000)
 
-    def __init__(
-        self,
-        shape: MoeShape,
-        half_lives_tokens: Sequence[float] = (1, 4, 16, 64, 256, 4000),
-    ) -> None:
-        n = len(half_lives_tokens)
+    def __init__(self, shape: MoeShape) -> None:
+        n = len(self.HALF_LIVES_TOKENS)
         self.weights: Float32s = np.full((shape.n_layer, n + 1), 0.6 / n, np.float32)
         self.weights[:, -1] = 0.4
         self.table: Float32s = np.full(shape.table, LEAST, np.float32)
         self._gradients: Float32s = np.full((shape.n_layer, n + 1), 1e-3, np.float32)
-        self._kept = np.exp2(-1 / np.array(half_lives_tokens, np.float32))[
+        self._kept = np.exp2(-1 / np.array(self.HALF_LIVES_TOKENS, np.float32))[
             :, np.newaxis
         ]
         self._averages: Float32s = np.zeros(

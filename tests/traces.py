@@ -93,12 +93,13 @@ def random_trace(
     )
 
 
-def batched(n_sequences: int = 4, n_decode: int = 6) -> Trace:
-    """Returns a trace with all prompts in one pass, then passes with one token of each
-    request.
+def batched() -> Trace:
+    """Returns a trace with the prompts of 4 requests in one pass, then 6 passes with
+    one token of each request.
 
     The last pass also contains the prompt of one more request.
     """
+    n_sequences, n_decode = 4, 6
     trace = random_trace(
         n_sequences=n_sequences + 1, n_prefill=3, n_decode=n_decode, with_inputs=True
     )

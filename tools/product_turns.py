@@ -23,12 +23,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from moegguf.bench.turns import take_turns
 from tools.width_check import Ggml, silence
 
 N_IN, N_OUT, N_EXPERT, N_USED = 2048, 768, 128, 8
@@ -140,15 +142,14 @@ def compare(name: str, n_rounds: int, is_interleaved: bool) -> str:
     }
     cells = [name]
     for kind in PASSES:
-        for worker in workers.values():
-            # The first turn is not counted, because it also loads weights into memory.
-            worker.turn(kind)
-        times = [
-            {kernels: worker.turn(kind) for kernels, worker in workers.items()}
-            for _ in range(n_rounds)
-        ]
-        for kernels in ("AVX-512", "AVX2"):
-            ratios = [seconds["llama.cpp"] / seconds[kernels] for seconds in times]
+        calls = {
+            kernels: partial(worker.turn, kind) for kernels, worker in workers.items()
+        }
+        # The first turn is not counted, because it also loads weights into memory.
+        take_turns(calls, 1)
+        upstream, *others = take_turns(calls, n_rounds).values()
+        for seconds in others:
+            ratios = [a / b for a, b in zip(upstream, seconds, strict=True)]
             cells.append(
                 f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}x to {max(ratios):.2f}x)"
             )

@@ -76,7 +76,7 @@ class ReleaseError(Exception):
 
 
 def check_names(
-    names: Iterable[str], needed: Sequence[str], unwanted: re.Pattern[str] | None = None
+    names: Iterable[str], needed: Sequence[str], unwanted: re.Pattern[str]
 ) -> None:
     """Raises ReleaseError if a pattern in `needed` matches no name, or if a name
     matches `unwanted`."""
@@ -88,9 +88,7 @@ def check_names(
     ]
     if missing:
         raise ReleaseError(f"it must have {', '.join(missing)}")
-    if unwanted is not None and (
-        wrong := [name for name in found if unwanted.search(name)]
-    ):
+    if wrong := [name for name in found if unwanted.search(name)]:
         raise ReleaseError(f"it must not have {', '.join(sorted(wrong)[:5])}")
 
 

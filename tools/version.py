@@ -118,7 +118,7 @@ def notes_of(tag: str, root: Path = ROOT) -> str:
     return after.partition("\n")[2].partition("\n## ")[0].strip()
 
 
-def is_released(version: str, root: Path = ROOT) -> bool:
+def is_released(version: str, root: Path) -> bool:
     """Returns True if CHANGELOG.md has a section with the version and a date."""
     heading = rf"^## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)$"
     return (

@@ -118,10 +118,10 @@ class Case:
         return found
 
 
-# Computes tokens `begin` to `end` - 1 of n sequences: (states [n, ...] before `begin`,
-# sequences, begin, end). Returns the outputs [n, n_tokens, ...] and the states [n_back,
-# n, ...] after each of the last n_back tokens, the most recent token first.
-Advance = Callable[[Array, Sequence[int], int, int], tuple[Array, Array]]
+# Computes tokens of n sequences: (states [n, ...] before these tokens, *inputs [n,
+# n_tokens, ...]). Returns the outputs [n, n_tokens, ...] and the states [n_back, n,
+# ...] after each of the last n_back tokens, the most recent token first.
+Advance = Callable[..., tuple[Array, Array]]
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ class StateCase:
     name: str
     advance: Advance
     first: Array  # the states [N_STATES, ...] before the first token
+    inputs: Sequence[Array]  # each [N_STATES, n_tokens, ...]
 
     def changed(self, widths: Sequence[int] = WIDTHS) -> dict[int, list[int]]:
         """Returns {width: tokens whose output or state changes}. Omits widths at which
@@ -157,7 +158,11 @@ class StateCase:
         outputs, states = [], []
         state = self.first[sequence : sequence + 1]
         for token in range(n_tokens):
-            output, after = self.advance(state, [sequence], token, token + 1)
+            parts = [
+                values[sequence : sequence + 1, token : token + 1]
+                for values in self.inputs
+            ]
+            output, after = self.advance(state, *parts)
             state = after[0]
             outputs.append(output[0, 0])
             states.append(state[0])
@@ -169,7 +174,8 @@ class StateCase:
         n_tokens = outputs.shape[1]
         for begin in range(0, n_tokens, width):
             end = min(begin + width, n_tokens)
-            output, after = self.advance(state, range(N_STATES), begin, end)
+            parts = [values[:, begin:end] for values in self.inputs]
+            output, after = self.advance(state, *parts)
             state = after[0]
             for token in range(begin, end):
                 if output[:, token - begin].tobytes() != outputs[:, token].tobytes():
@@ -394,6 +400,30 @@ class Graph:
             self._base.ggml_free(context)
 
 
+def supported(
+    ggml: Ggml,
+    buffer_type: c.c_void_p | None,
+    build: Callable[[Graph, list[int]], c.c_void_p],
+    shape: Sequence[int],
+) -> Compute | None:
+    """Returns a function that computes the node of `build` for some rows, with weights
+    in the buffer type. The result has the shape [number of rows, *shape].
+
+    Returns None if the CPU does not support the operation.
+    """
+
+    def compute(rows: Sequence[int]) -> Array:
+        graph = ggml.graph(buffer_type)
+        out = graph.compute(build(graph, list(rows)), (len(rows), *shape))
+        graph.close()
+        return out
+
+    graph = ggml.graph(buffer_type)
+    is_supported = graph.supports(build(graph, [0]))
+    graph.close()
+    return compute if is_supported else None
+
+
 def product(
     ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_void_p | None
 ) -> Compute | None:
@@ -405,24 +435,11 @@ def product(
     values = np.random.default_rng(1).standard_normal((n_out, x.shape[1]))
     weights = ggml.quantized(ggml_type, values)
 
-    def compute(rows: Sequence[int]) -> Array:
-        graph = ggml.graph(buffer_type)
+    def build(graph: Graph, rows: list[int]) -> c.c_void_p:
         w = graph.input(ggml_type, values.shape, weights, is_weight=True)
-        out = graph.compute(
-            graph.op("mul_mat", w, graph.array(x[list(rows)])), (len(rows), n_out)
-        )
-        graph.close()
-        return out
+        return graph.op("mul_mat", w, graph.array(x[rows]))
 
-    graph = ggml.graph(buffer_type)
-    node = graph.op(
-        "mul_mat",
-        graph.input(ggml_type, values.shape, b"", is_weight=True),
-        graph.array(x[:1]),
-    )
-    is_supported = graph.supports(node)
-    graph.close()
-    return compute if is_supported else None
+    return supported(ggml, buffer_type, build, (n_out,))
 
 
 def expert_product(
@@ -447,24 +464,13 @@ def expert_product(
     )
     ids = ids.astype(np.int32)
 
-    def node(graph: Graph, rows: list[int], data: bytes) -> c.c_void_p:
-        w = graph.input(ggml_type, values.shape, data, is_weight=True)
+    def build(graph: Graph, rows: list[int]) -> c.c_void_p:
+        w = graph.input(ggml_type, values.shape, weights, is_weight=True)
         return graph.op(
             "mul_mat_id", w, graph.array(x[rows, None, :]), graph.array(ids[rows])
         )
 
-    def compute(rows: Sequence[int]) -> Array:
-        graph = ggml.graph(buffer_type)
-        out = graph.compute(
-            node(graph, list(rows), weights), (len(rows), n_used, n_out)
-        )
-        graph.close()
-        return out
-
-    graph = ggml.graph(buffer_type)
-    is_supported = graph.supports(node(graph, [0], b""))
-    graph.close()
-    return compute if is_supported else None
+    return supported(ggml, buffer_type, build, (n_used, n_out))
 
 
 def products(
@@ -577,24 +583,22 @@ UNARY = (
 )
 
 
-def one_input(name: str, graph: Graph, x: c.c_void_p) -> c.c_void_p:
-    """Returns the node ggml_<name>(x)."""
-    return graph.op(name, x)
-
-
-def two_inputs(name: str, graph: Graph, x: c.c_void_p, y: c.c_void_p) -> c.c_void_p:
-    """Returns the node ggml_<name>(x, y)."""
-    return graph.op(name, x, y)
+def node_of(name: str, *numbers: Any) -> Callable[..., c.c_void_p]:
+    """Returns a function that returns the node ggml_<name>(*inputs, *numbers)."""
+    return lambda graph, *inputs: graph.op(name, *inputs, *numbers)
 
 
 def weighted_sum(graph: Graph, experts: c.c_void_p, weights: c.c_void_p) -> c.c_void_p:
     """Returns the node with the sum of the experts' outputs [n, n_used, n_embd] times
     their weights [n, n_used, 1]."""
     scaled = graph.op("mul", experts, weights)
-    return graph.op(
-        "cont",
-        graph.op("sum_rows", graph.op("cont", graph.op("permute", scaled, 1, 0, 2, 3))),
-    )
+    columns = graph.op("cont", graph.op("permute", scaled, 1, 0, 2, 3))
+    return graph.op("cont", graph.op("sum_rows", columns))
+
+
+def top_k(graph: Graph, x: c.c_void_p) -> c.c_void_p:
+    """Returns the node with the ids of the 8 largest values in each row."""
+    return graph.op("cont", graph.op("top_k", x, 8))
 
 
 def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
@@ -615,64 +619,38 @@ def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
     zero = c.c_float(0)
     one = c.c_float(1)
 
-    def rope(mode: int, name: str = "rope_ext") -> Callable[..., c.c_void_p]:
-        frequencies = (c.c_float(1e6), one, zero, one, zero, zero)
-        return lambda g, a, at: g.op(name, a, at, None, 64, mode, 4096, *frequencies)
+    frequencies = c.c_float(1e6), one, zero, one, zero, zero
 
-    yield Case("norm", simple(ggml, [x], lambda g, a: g.op("norm", a, eps), (n,)))
-    yield Case(
-        "rms_norm", simple(ggml, [x], lambda g, a: g.op("rms_norm", a, eps), (n,))
-    )
-    yield Case("l2_norm", simple(ggml, [x], lambda g, a: g.op("l2_norm", a, eps), (n,)))
-    yield Case(
-        "rope, pairs of neighbours", simple(ggml, [heads, positions], rope(0), (4, 64))
-    )
-    yield Case("rope, halves", simple(ggml, [heads, positions], rope(2), (4, 64)))
-    yield Case(
-        "rope, back",
-        simple(ggml, [heads, positions], rope(2, "rope_ext_back"), (4, 64)),
-    )
-    yield Case("soft_max", simple(ggml, [x], lambda g, a: g.op("soft_max", a), (n,)))
-    yield Case("sum_rows", simple(ggml, [x], lambda g, a: g.op("sum_rows", a), (1,)))
-    yield Case(
-        "top-k",
-        simple(
-            ggml, [x], lambda g, a: g.op("cont", g.op("top_k", a, 8)), (8,), np.int32
-        ),
-    )
-    yield Case(
-        "argsort", simple(ggml, [x], lambda g, a: g.op("argsort", a, 1), (n,), np.int32)
-    )
-    yield Case(
-        "swiglu", simple(ggml, [x, y], lambda g, a, b: g.op("swiglu_split", a, b), (n,))
-    )
-    yield Case(
-        "swiglu, clamped",
-        simple(ggml, [x, y], lambda g, a, b: g.op("swiglu_clamp", a, b, one), (n,)),
-    )
-    yield Case(
-        "geglu", simple(ggml, [x, y], lambda g, a, b: g.op("geglu_split", a, b), (n,))
-    )
+    def rope(mode: int, name: str = "rope_ext") -> Callable[..., c.c_void_p]:
+        return node_of(name, None, 64, mode, 4096, *frequencies)
+
+    def case(
+        name: str, build: Callable[..., c.c_void_p], *inputs: Array, **others: Any
+    ) -> Case:
+        return Case(name, simple(ggml, inputs, build, **{"shape": (n,), **others}))
+
+    for name in ("norm", "rms_norm", "l2_norm"):
+        yield case(name, node_of(name, eps), x)
+    for kind, build in (
+        ("pairs of neighbours", rope(0)),
+        ("halves", rope(2)),
+        ("back", rope(2, "rope_ext_back")),
+    ):
+        yield case(f"rope, {kind}", build, heads, positions, shape=(4, 64))
+    yield case("soft_max", node_of("soft_max"), x)
+    yield case("sum_rows", node_of("sum_rows"), x, shape=(1,))
+    yield case("top-k", top_k, x, shape=(8,), dtype=np.int32)
+    yield case("argsort", node_of("argsort", 1), x, dtype=np.int32)
+    yield case("swiglu", node_of("swiglu_split"), x, y)
+    yield case("swiglu, clamped", node_of("swiglu_clamp", one), x, y)
+    yield case("geglu", node_of("geglu_split"), x, y)
     for name in UNARY:
-        yield Case(
-            name,
-            simple(
-                ggml,
-                [np.abs(x) if name == "sqrt" else x],
-                partial(one_input, name),
-                (n,),
-            ),
-        )
+        yield case(name, node_of(name), np.abs(x) if name == "sqrt" else x)
     for name in ("add", "mul", "sub", "div"):
-        yield Case(name, simple(ggml, [x, y], partial(two_inputs, name), (n,)))
-    yield Case(
-        "scale", simple(ggml, [x], lambda g, a: g.op("scale", a, c.c_float(0.3)), (n,))
-    )
-    yield Case(
-        "clamp",
-        simple(ggml, [x], lambda g, a: g.op("clamp", a, c.c_float(-1), one), (n,)),
-    )
-    yield Case("weighted sum", simple(ggml, [experts, weights], weighted_sum, (n,)))
+        yield case(name, node_of(name), x, y)
+    yield case("scale", node_of("scale", c.c_float(0.3)), x)
+    yield case("clamp", node_of("clamp", c.c_float(-1), one), x)
+    yield case("weighted sum", weighted_sum, experts, weights)
 
 
 def streams(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
@@ -701,19 +679,15 @@ def streams(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
             "dsv4_hc_comb", a, graph.array(scale), graph.array(base), eps, 20
         )
 
-    def gated(graph: Graph, a: c.c_void_p, gate: c.c_void_p) -> c.c_void_p:
-        return graph.op("dsv4_hc_pre_gated", a, gate, one)
-
     yield Case("mix of streams", simple(ggml, [mixes], mix, (n_streams, n_streams)))
     yield Case(
         "one of streams",
-        simple(ggml, [streams_of, weights], partial(two_inputs, "dsv4_hc_pre"), (n,)),
+        simple(ggml, [streams_of, weights], node_of("dsv4_hc_pre"), (n,)),
     )
+    gated = node_of("dsv4_hc_pre_gated", one)
     yield Case("one of streams, gated", simple(ggml, [streams_of, gates], gated, (n,)))
     inputs = [x, streams_of, weights, combined]
-    spread = simple(
-        ggml, inputs, lambda g, *of: g.op("dsv4_hc_post", *of), (n_streams, n)
-    )
+    spread = simple(ggml, inputs, node_of("dsv4_hc_post"), (n_streams, n))
     yield Case("streams from one", spread)
 
     keys = rng.standard_normal((N_CELLS, 1, 64)).astype(np.float16)
@@ -767,26 +741,19 @@ def states_of_delta_nets(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
         for n_back in (1, N_BACK):
             suffix = ", earlier states" if n_back > 1 else ""
             yield StateCase(
-                name + suffix, partial(advance_delta_net, ggml, inputs, n_back), first
+                name + suffix, partial(advance_delta_net, ggml, n_back), first, inputs
             )
 
 
 def advance_delta_net(
-    ggml: Ggml,
-    inputs: Sequence[Array],
-    n_back: int,
-    states: Array,
-    sequences: Sequence[int],
-    begin: int,
-    end: int,
+    ggml: Ggml, n_back: int, states: Array, *inputs: Array
 ) -> tuple[Array, Array]:
-    """Advances a gated delta net (see Advance) with these inputs [N_STATES, n_tokens,
-    ...]."""
+    """Advances a gated delta net (see Advance) with these inputs."""
     graph = ggml.graph()
-    parts = [graph.array(values[list(sequences), begin:end]) for values in inputs]
-    node = graph.op("gated_delta_net", *parts, graph.array(states), c.c_int64(n_back))
-    shape = (len(states), end - begin, *inputs[2].shape[2:])
-    return outputs_and_states(graph, node, shape, (n_back, *states.shape))
+    nodes = [graph.array(values) for values in (*inputs, states)]
+    node = graph.op("gated_delta_net", *nodes, c.c_int64(n_back))
+    v = inputs[2]
+    return outputs_and_states(graph, node, v.shape, (n_back, *states.shape))
 
 
 def states_of_scans(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
@@ -809,41 +776,22 @@ def states_of_scans(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
         )
         yield StateCase(
             f"scan, a decay for each {kind}",
-            partial(advance_scan, ggml, inputs, decay, n_back),
+            partial(advance_scan, ggml, decay, n_back),
             first,
+            inputs,
         )
 
 
 def advance_scan(
-    ggml: Ggml,
-    inputs: Sequence[Array],
-    decay: Array,
-    n_back: int,
-    states: Array,
-    sequences: Sequence[int],
-    begin: int,
-    end: int,
+    ggml: Ggml, decay: Array, n_back: int, states: Array, *inputs: Array
 ) -> tuple[Array, Array]:
-    """Advances a scan (see Advance) with these inputs [N_STATES, n_tokens, ...]: x,
-    time steps, B and C."""
+    """Advances a scan (see Advance) with these inputs: x, time steps, B and C."""
     graph = ggml.graph()
-    x, steps, b, c_ = (
-        graph.array(values[list(sequences), begin:end]) for values in inputs
-    )
-    ids = graph.array(np.arange(len(states), dtype=np.int32))
-    node = graph.op(
-        "ssm_scan",
-        graph.array(states),
-        x,
-        steps,
-        graph.array(decay),
-        b,
-        c_,
-        ids,
-        c.c_int64(n_back),
-    )
-    shape = (len(states), end - begin, *inputs[0].shape[2:])
-    return outputs_and_states(graph, node, shape, (n_back, *states.shape))
+    x, steps, b, c_ = inputs
+    ids = np.arange(len(states), dtype=np.int32)
+    nodes = [graph.array(values) for values in (states, x, steps, decay, b, c_, ids)]
+    node = graph.op("ssm_scan", *nodes, c.c_int64(n_back))
+    return outputs_and_states(graph, node, x.shape, (n_back, *states.shape))
 
 
 def states_of_convolutions(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
@@ -855,35 +803,24 @@ def states_of_convolutions(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
     for name, n_conv in (("convolution", 4), ("short convolution", 3)):
         weights = rng.standard_normal((n, n_conv)).astype(np.float32)
         first = rng.standard_normal((N_STATES, n, n_conv - 1)).astype(np.float32)
-        yield StateCase(name, partial(advance_convolution, ggml, x, weights), first)
+        yield StateCase(name, partial(advance_convolution, ggml, weights), first, [x])
 
 
 def advance_convolution(
-    ggml: Ggml,
-    x: Array,
-    weights: Array,
-    states: Array,
-    sequences: Sequence[int],
-    begin: int,
-    end: int,
+    ggml: Ggml, weights: Array, states: Array, x: Array
 ) -> tuple[Array, Array]:
-    """Advances a convolution (see Advance) of x [N_STATES, n_tokens, n].
+    """Advances a convolution (see Advance) of x [n, n_tokens, n_value].
 
     The state holds the last inputs of each sequence.
     """
     graph = ggml.graph()
-    part = x[list(sequences), begin:end]
-    both = graph.op(
-        "concat", graph.array(states), graph.op("transpose", graph.array(part)), 0
-    )
-    outputs = graph.compute(
-        graph.op("ssm_conv", both, graph.array(weights)), part.shape
-    )
+    columns = graph.op("transpose", graph.array(x))
+    both = graph.op("concat", graph.array(states), columns, 0)
+    node = graph.op("ssm_conv", both, graph.array(weights))
+    outputs = graph.compute(node, x.shape)
     graph.close()
-    after = np.concatenate([states, part.transpose(0, 2, 1)], axis=2)[
-        None, :, :, -states.shape[2] :
-    ]
-    return outputs, after
+    seen = np.concatenate([states, x.transpose(0, 2, 1)], axis=2)
+    return outputs, seen[None, :, :, -states.shape[2] :]
 
 
 def states_of_linear_attention(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
@@ -895,31 +832,22 @@ def states_of_linear_attention(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]
     first = rng.standard_normal((N_STATES, n_head * d * d)).astype(np.float32)
     yield StateCase(
         "gated linear attention",
-        partial(advance_linear_attention, ggml, (k, v, q, decay)),
+        partial(advance_linear_attention, ggml),
         first,
+        (k, v, q, decay),
     )
 
 
 def advance_linear_attention(
-    ggml: Ggml,
-    inputs: Sequence[Array],
-    states: Array,
-    sequences: Sequence[int],
-    begin: int,
-    end: int,
+    ggml: Ggml, states: Array, *inputs: Array
 ) -> tuple[Array, Array]:
-    """Advances gated linear attention (see Advance) with these inputs [N_STATES,
-    n_tokens, n_head, d]."""
+    """Advances gated linear attention (see Advance) with these inputs [n, n_tokens,
+    n_head, d]."""
     graph = ggml.graph()
-    shape = inputs[0].shape[2:]
-    parts = [
-        graph.array(values[list(sequences), begin:end].reshape(-1, *shape))
-        for values in inputs
-    ]
-    node = graph.op("gated_linear_attn", *parts, graph.array(states), c.c_float(1))
-    return outputs_and_states(
-        graph, node, (len(states), end - begin, *shape), (1, *states.shape)
-    )
+    shape = inputs[0].shape
+    nodes = [graph.array(values.reshape(-1, *shape[2:])) for values in inputs]
+    node = graph.op("gated_linear_attn", *nodes, graph.array(states), c.c_float(1))
+    return outputs_and_states(graph, node, shape, (1, *states.shape))
 
 
 def with_states(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:

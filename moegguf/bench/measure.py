@@ -50,6 +50,8 @@ from moegguf.processor import read_processor
 from moegguf.quantities import human_number, parse_link
 from moegguf.text import decode_text
 
+PROBE_S = 0.5  # duration of a measurement of the file's read speed
+
 
 def describe_build(patched: str) -> dict[str, Any]:
     """Returns llama-bench's fields build_commit, build_number, cpu_info, gpu_info and
@@ -310,21 +312,21 @@ def run_test(
     spec: Spec,
     test: Test,
     feed: Feed,
-    engine: Engine | None = None,
-    bounds: Bounds | None = None,
+    engine: Engine | None,
+    bounds: Bounds | None,
 ) -> dict[str, Any]:
-    """Runs all repetitions of one test. If the model has an expert store and `probe_s`
-    is not 0, measures the file's read speed before and after each repetition. With
-    `bounds`, computes the bound of each repetition after all repetitions have ended."""
+    """Runs all repetitions of one test. If the model has an expert store, measures the
+    file's read speed before and after each repetition. With `bounds`, computes the
+    bound of each repetition after all repetitions have ended."""
     session = llama.session
     greedy = spec.feed == "greedy"
 
     def probe() -> float:
-        if session is None or not spec.probe_s:
+        if session is None:
             return 0.0
         return expert_read_speed(
             llama.layout,
-            spec.probe_s,
+            PROBE_S,
             session.store.options,
             parse_mirrors(spec.loading.get("mirror")),
         ).bytes_per_s

@@ -160,7 +160,6 @@ class Spec:
     seed: int = 0
     warmup: bool = True
     delay_s: float = 0.0
-    probe_s: float = 0.5
     bound: bool = False  # also computes the bound of each test (bench/bound.py)
     verbose: bool = False
 
@@ -384,10 +383,7 @@ def make_systems(
 
 
 def run_series(
-    group: Sequence[BenchedSystem],
-    rounds: int,
-    run: Runner,
-    progress: Progress = lambda _: None,
+    group: Sequence[BenchedSystem], rounds: int, run: Runner, progress: Progress
 ) -> Iterator[Outcome]:
     """Runs every system once in each round: A B C A B C. Yields each outcome as soon as
     it is known. A system that failed is not run again."""

@@ -21,10 +21,11 @@ MOST_TOKENS = 1 << 15  # maximum number of entries in a token table
 def multi_hot(expert_ids: Integers, n_expert: int) -> Bools:
     """Returns an array (..., n_expert) that is True for the experts in `expert_ids`
     (..., n_expert_used). Negative ids are padding."""
-    leading = expert_ids.shape[:-1]
-    hot = np.zeros((*leading, n_expert + 1), np.bool_)
+    *leading, _ = expert_ids.shape
     columns = np.where(expert_ids < 0, n_expert, expert_ids)
     columns = columns.astype(np.intp)
+    size = *leading, n_expert + 1
+    hot = np.zeros(size, np.bool_)
     np.put_along_axis(hot, columns, True, axis=-1)
     return hot[..., :n_expert]
 
@@ -33,7 +34,8 @@ def choices(trace: Trace, row: int) -> Float32s:
     """Returns (n_tokens, n_expert): 1 if the layer's router chose the expert for the
     token, else 0. `row` is the layer's position among the layers with experts. A token
     that the layer did not process has only zeros."""
-    hot = multi_hot(trace.expert_ids[row], trace.shape.n_expert)
+    ids = trace.expert_ids[row]
+    hot = multi_hot(ids, trace.shape.n_expert)
     return hot.astype(np.float32)
 
 
@@ -53,7 +55,8 @@ def count_popularity(trace: Trace) -> Float32s:
 
 def count_choices(trace: Trace) -> Float32s:
     """Returns how often each expert was chosen, (n_moe_layer, n_expert)."""
-    return np.stack([hot.sum(axis=0) for hot in choices_by_layer(trace)])
+    counts = [hot.sum(axis=0) for hot in choices_by_layer(trace)]
+    return np.stack(counts)
 
 
 def count_affinity(trace: Trace, popularity: Float32s) -> Float32s:
@@ -93,20 +96,29 @@ def count_tokens(trace: Trace, most_tokens: int = MOST_TOKENS) -> Weights:
     kept = np.isin(all_tokens, tokens)
     entries = np.searchsorted(tokens, all_tokens[kept])
     n_entry = len(tokens)
-    counts = np.zeros((n_entry, shape.n_moe_layer, shape.n_expert), np.uint16)
-    for row, hot in enumerate(choices_by_layer(trace)):
+    by_layer = []
+    for hot in choices_by_layer(trace):
         sums = np.zeros((n_entry, shape.n_expert), np.float32)
         np.add.at(sums, entries, hot[kept])
-        counts[:, row] = np.minimum(sums, MAX_COUNT)
+        limited = np.minimum(sums, MAX_COUNT)
+        by_layer.append(limited.astype(np.uint16))
+    counts = np.stack(by_layer, axis=1)
     return Weights({"tokens": tokens.astype(np.int32), "counts": counts})
+
+
+def _popularity(trace: Trace) -> Weights:
+    return Weights({"popularity": count_popularity(trace)})
+
+
+def _affinity(trace: Trace) -> Weights:
+    popularity = count_popularity(trace)
+    return Weights({"affinity": count_affinity(trace, popularity)})
 
 
 COUNTED: dict[str, Callable[[Trace], Weights]] = {
     "token-id": count_tokens,
-    "popularity": lambda trace: Weights({"popularity": count_popularity(trace)}),
-    "affinity": lambda trace: Weights(
-        {"affinity": count_affinity(trace, count_popularity(trace))}
-    ),
+    "popularity": _popularity,
+    "affinity": _affinity,
 }
 """{predictor: function that counts the predictor's arrays over all passes of a
 trace}"""
@@ -121,5 +133,6 @@ def collect(trace: Trace, eamc: Eamc) -> None:
         ream = np.zeros(trace.shape.table, np.float32)
         ream[rows] = count_choices(answers.select([sequence]))
         is_equal = eamc.state == ream
-        if not is_equal.all(axis=(1, 2)).any():
+        equal_entries = is_equal.all(axis=(1, 2))
+        if not equal_entries.any():
             eamc.add(ream)

@@ -52,12 +52,9 @@ class Options(Schedule):
     most_samples: int = 0  # maximum number of samples in an epoch; 0: no limit
 
 
-def train(
-    trace: Trace, options: Options | None = None, report: Report = no_report
-) -> Weights:
+def train(trace: Trace, options: Options, report: Report = no_report) -> Weights:
     """Trains the network. Returns the arrays `popularity`, `affinity` and
     `layers.<i>.{weight,bias}`."""
-    options = options or Options()
     popularity = count_popularity(trace)
     affinity = count_affinity(trace, popularity)
     rng = np.random.default_rng(options.seed)
@@ -66,15 +63,14 @@ def train(
     network = FeedForward(sizes, rng, options.dropout, norms=True)
     samples = _samples(trace, popularity, affinity, options.seed)
     trainee = FeedForwardTrainee(
-        network, samples, binary_cross_entropy, options.batch, options.most_samples, rng
+        network, samples, binary_cross_entropy, options.batch, options.most_samples
     )
     fitted = fit(trainee, options, report)
     arrays = {"popularity": popularity, "affinity": affinity}
     for i, (weight, bias) in enumerate(network.matrices()):
         arrays[f"layers.{i}.weight"] = weight.astype(np.float16)
         arrays[f"layers.{i}.bias"] = bias.astype(np.float16)
-    curve = [round(accuracy, 4) for accuracy in fitted.accuracies]
-    return Weights(arrays, asdict(options) | fitted.facts | {"curve": curve})
+    return Weights(arrays, asdict(options) | fitted.facts)
 
 
 def _samples(
@@ -119,7 +115,9 @@ def states(
     before[:, :known] = expert_ids[:, :known] + 1
     row_of = rows[:, np.newaxis]
     before[np.arange(n_layer - 1) >= row_of] = 0
-    h = before.reshape(n, -1) / np.float32(n_expert)
+    before /= np.float32(n_expert)
     last = expert_ids[np.arange(n), rows - 1]
-    a = affinity[row_of - 1, last].reshape(n, -1)
+    a = affinity[row_of - 1, last]
+    h = before.reshape(n, -1)
+    a = a.reshape(n, -1)
     return np.concatenate([h, popularity[rows], a], axis=1)

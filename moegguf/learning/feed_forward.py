@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from moegguf.learning.fitting import Batch, Trainee, n_right
-from moegguf.learning.gradients import Floats, Node, product, relu, standardize
+from moegguf.learning.fitting import Batch, Trainee, accuracy
+from moegguf.learning.gradients import Floats, Node, einsum, relu, standardize
 from moegguf.native.events import Bools, Int64s
 
 NORM_EPS = 1e-5
@@ -20,6 +20,10 @@ MOST_VALIDATION = 8192
 VALIDATION_BATCH = 2048
 
 Indices = Int64s
+Layer = tuple[Node, Node]  # a matrix (n_in, n_out) and a bias (n_out,)
+# A function of the output of a layer and the layer's number. It computes the input of
+# the next layer.
+Between = Callable[[Node, int], Node]
 Loss = Callable[[Node, Floats], Batch]
 
 
@@ -32,6 +36,51 @@ class Samples:
     # Function of m sample numbers; returns inputs (m, n_in) and choices (m, n_expert),
     # 0 or 1
     read: Callable[[Indices], tuple[Floats, Floats]]
+
+
+def dense(x: Node, layers: Sequence[Layer], between: Between) -> Node:
+    """Returns the outputs (n, n_out) of dense layers for inputs `x` (n, n_in)."""
+    for i, (weight, bias) in enumerate(layers):
+        if i > 0:
+            x = between(x, i - 1)
+        x = einsum("ni,io->no", x, weight) + bias
+    return x
+
+
+class BatchNorm:
+    """A batch norm of `n` values, with the running means and variances of its
+    inputs."""
+
+    def __init__(self, n: int) -> None:
+        ones = np.ones(n, np.float32)
+        zeros = np.zeros(n, np.float32)
+        self.gain = Node(ones.copy(), learns=True)
+        self.bias = Node(zeros.copy(), learns=True)
+        self.mean = Node(zeros)
+        self.variance = Node(ones)
+        self.nodes = [self.gain, self.bias, self.mean, self.variance]
+
+    def __call__(self, x: Node) -> Node:
+        """Returns x (n_samples, n) after the norm in a training step, and updates the
+        running means and variances."""
+        n = len(x.value)
+        unbias = n / max(1, n - 1)
+        mean = x.value.mean(axis=0)
+        variance = x.value.var(axis=0) * unbias
+        for running, found in ((self.mean, mean), (self.variance, variance)):
+            change = np.float32(MOMENTUM) * (found - running.value)
+            running.value = running.value + change
+        normed = standardize(x, NORM_EPS)
+        return normed * self.gain + self.bias
+
+    def fold(self, weight: Floats, bias: Floats) -> tuple[Floats, Floats]:
+        """Returns the matrix and bias of a layer that computes both the given layer and
+        this norm of the layer's output."""
+        spread = np.sqrt(self.variance.value + NORM_EPS)
+        gain = self.gain.value / spread
+        weight = weight * gain[:, np.newaxis]
+        bias = (bias - self.mean.value) * gain
+        return weight, bias + self.bias.value
 
 
 class FeedForward:
@@ -49,78 +98,63 @@ class FeedForward:
         dropout: float = 0.0,
         norms: bool = False,
     ) -> None:
-        self.n_layers = len(sizes) - 1
-        self.dropout = dropout
-        # Parameters, and the running means and variances of batch norms.
-        self.nodes: dict[str, Node] = {}
-        for i, (n_in, n_out) in enumerate(pairwise(sizes)):
+        self._dropout = dropout
+        self._rng = rng
+        self._layers: list[Layer] = []
+        for n_in, n_out in pairwise(sizes):
             most = 1 / np.sqrt(n_in)
             weight = rng.uniform(-most, most, (n_in, n_out))
             bias = rng.uniform(-most, most, n_out)
-            self._add(f"layers.{i}.weight", weight)
-            self._add(f"layers.{i}.bias", bias)
-            if norms and i < self.n_layers - 1:
-                self._add(f"norms.{i}.gain", np.ones(n_out))
-                self._add(f"norms.{i}.bias", np.zeros(n_out))
-                self._add(f"norms.{i}.mean", np.zeros(n_out), learns=False)
-                self._add(f"norms.{i}.variance", np.ones(n_out), learns=False)
+            layer = (
+                Node(weight.astype(np.float32), learns=True),
+                Node(bias.astype(np.float32), learns=True),
+            )
+            self._layers.append(layer)
+        hidden = sizes[1:-1] if norms else ()
+        self._norms = [BatchNorm(n) for n in hidden]
+        # All values that training changes.
+        self.nodes: list[Node] = []
+        for layer in self._layers:
+            self.nodes += layer
+        for norm in self._norms:
+            self.nodes += norm.nodes
 
-    def _add(self, name: str, value: Floats, learns: bool = True) -> None:
-        value = value.astype(np.float32)
-        self.nodes[name] = Node(value, learns=learns)
-
-    def training_logits(self, inputs: Floats, rng: np.random.Generator) -> Node:
+    def training_logits(self, inputs: Floats) -> Node:
         """Returns the logits (n, n_expert) for `inputs` in a training step. Batch norms
         use the means and variances of these inputs."""
-        x = Node(inputs)
-        for i in range(self.n_layers):
-            weight = self.nodes[f"layers.{i}.weight"]
-            x = product(x, weight) + self.nodes[f"layers.{i}.bias"]
-            if i == self.n_layers - 1:
-                return x
-            x = relu(self._normed(i, x))
-            if self.dropout:
-                factors = dropped(x.value.shape, self.dropout, rng)
-                x = x * Node(factors)
-        return x
 
-    def _normed(self, i: int, x: Node) -> Node:
-        gain = self.nodes.get(f"norms.{i}.gain")
-        if gain is None:
-            return x
-        n = len(x.value)
-        unbias = n / max(1, n - 1)
-        variance = x.value.var(axis=0) * unbias
-        found = {"mean": x.value.mean(axis=0), "variance": variance}
-        for name, values in found.items():
-            running = self.nodes[f"norms.{i}.{name}"]
-            change = np.float32(MOMENTUM) * (values - running.value)
-            running.value = running.value + change
-        return standardize(x, NORM_EPS) * gain + self.nodes[f"norms.{i}.bias"]
+        def between(x: Node, i: int) -> Node:
+            if self._norms:
+                x = self._norms[i](x)
+            return dropped(relu(x), self._dropout, self._rng)
+
+        return dense(Node(inputs), self._layers, between)
 
     def matrices(self) -> list[tuple[Floats, Floats]]:
         """Returns each layer's matrix W (n_out, n_in) and bias. A batch norm that
         follows a layer is folded into them."""
-        values = {name: node.value for name, node in self.nodes.items()}
-        found = []
-        for i in range(self.n_layers):
-            weight = values[f"layers.{i}.weight"].T
-            bias = values[f"layers.{i}.bias"]
-            if f"norms.{i}.gain" in values:
-                spread = np.sqrt(values[f"norms.{i}.variance"] + NORM_EPS)
-                gain = values[f"norms.{i}.gain"] / spread
-                weight = weight * gain[:, np.newaxis]
-                bias = (bias - values[f"norms.{i}.mean"]) * gain
-                bias = bias + values[f"norms.{i}.bias"]
-            found.append((weight, bias))
+        found = [(weight.value.T, bias.value) for weight, bias in self._layers]
+        for i, norm in enumerate(self._norms):
+            found[i] = norm.fold(*found[i])
         return found
 
 
-def dropped(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> Floats:
-    """Returns random factors for dropout: 0 for about `share` of the values, and 1 / (1
-    - share) for the others, so the expected value stays the same."""
-    is_kept = rng.random(shape, np.float32) >= share
-    return is_kept / np.float32(1 - share)
+def logits(inputs: Floats, matrices: Sequence[tuple[Floats, Floats]]) -> Floats:
+    """Returns the logits (n, n_expert) of a network, given as `FeedForward.matrices`
+    returns it."""
+    layers = [(Node(weight.T), Node(bias)) for weight, bias in matrices]
+    found = dense(Node(inputs), layers, lambda x, i: relu(x))
+    return found.value
+
+
+def dropped(x: Node, share: float, rng: np.random.Generator) -> Node:
+    """Returns x after dropout: 0 for about `share` of the values. The others are
+    divided by 1 - share, so the expected value stays the same."""
+    if not share:
+        return x
+    is_kept = rng.random(x.value.shape, np.float32) >= share
+    factors = is_kept / np.float32(1 - share)
+    return x * Node(factors)
 
 
 class FeedForwardTrainee(Trainee):
@@ -133,11 +167,10 @@ class FeedForwardTrainee(Trainee):
         samples: Samples,
         loss: Loss,
         batch: int,
-        most: int,
-        rng: np.random.Generator,
+        most: int = 0,
     ) -> None:
         self.network = network
-        self.nodes = list(network.nodes.values())
+        self.nodes = network.nodes
         self._samples = samples
         self._loss = loss
         self._train = np.flatnonzero(~samples.validation)
@@ -147,7 +180,6 @@ class FeedForwardTrainee(Trainee):
         n_train = len(self._train)
         self._most = min(most or n_train, n_train)
         self._batch = max(1, min(batch, self._most))
-        self._rng = rng
 
     @property
     def n_batches(self) -> int:
@@ -161,22 +193,19 @@ class FeedForwardTrainee(Trainee):
         order = rng.permutation(self._train)[:n_used]
         for part in order.reshape(self.n_batches, self._batch):
             inputs, chosen = self._samples.read(part)
-            logits = self.network.training_logits(inputs, self._rng)
+            logits = self.network.training_logits(inputs)
             yield self._loss(logits, chosen)
 
     def validate(self) -> float:
         """Returns the accuracy on up to MOST_VALIDATION validation samples; 0 if there
         are none."""
-        *hidden, (last, last_bias) = self.network.matrices()
-        right = total = 0
+        matrices = self.network.matrices()
         n = len(self._validation)
-        for start in range(0, n, VALIDATION_BATCH):
-            numbers = self._validation[start : start + VALIDATION_BATCH]
-            x, chosen = self._samples.read(numbers)
-            for weight, bias in hidden:
-                x = np.maximum(x @ weight.T + bias, 0)
-            logits = x @ last.T + last_bias
-            n_hit, n_chosen = n_right(logits, chosen)
-            right += n_hit
-            total += n_chosen
-        return right / max(1, total)
+
+        def found() -> Iterator[tuple[Floats, Floats]]:
+            for start in range(0, n, VALIDATION_BATCH):
+                numbers = self._validation[start : start + VALIDATION_BATCH]
+                inputs, chosen = self._samples.read(numbers)
+                yield logits(inputs, matrices), chosen
+
+        return accuracy(found())

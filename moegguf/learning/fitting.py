@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,18 +99,25 @@ class Fitted:
         return len(self.accuracies)
 
     @property
-    def facts(self) -> dict[str, float]:
+    def facts(self) -> dict[str, Any]:
         """Facts about the training run, for the header of a predictor's file."""
-        return {"validation": round(self.best, 4), "epochs_run": self.epochs}
+        return {
+            "validation": round(self.best, 4),
+            "epochs_run": self.epochs,
+            "curve": [round(accuracy, 4) for accuracy in self.accuracies],
+        }
 
 
 class AdamW:
     """The optimizer AdamW (Adam with decoupled weight decay) for `parameters`."""
 
     def __init__(self, parameters: Iterable[Node], weight_decay: float) -> None:
-        self._parameters = list(parameters)
-        self._means = [np.zeros_like(node.value) for node in self._parameters]
-        self._squares = [np.zeros_like(node.value) for node in self._parameters]
+        # Each parameter, with running averages of its gradient and of the gradient's
+        # square.
+        self._parameters = [
+            (node, np.zeros_like(node.value), np.zeros_like(node.value))
+            for node in parameters
+        ]
         self._weight_decay = weight_decay
         self._n_steps = 0
 
@@ -123,9 +130,7 @@ class AdamW:
         rise = rate / (1 - first**self._n_steps)
         unbias = 1 / (1 - second**self._n_steps)
         scale = self._clipping()
-        for node, mean, square in zip(
-            self._parameters, self._means, self._squares, strict=True
-        ):
+        for node, mean, square in self._parameters:
             if node.grad is None:
                 continue
             gradient = node.grad * scale
@@ -142,7 +147,7 @@ class AdamW:
         MOST_NORM; 1 if the norm is at most MOST_NORM."""
         squares = sum(
             float(np.vdot(node.grad, node.grad))
-            for node in self._parameters
+            for node, _, _ in self._parameters
             if node.grad is not None
         )
         norm = max(squares**0.5, EPS)
@@ -166,10 +171,10 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
     optimizer = AdamW(trainee.nodes, schedule.weight_decay)
     n_steps = schedule.epochs * trainee.n_batches
     fitted = Fitted()
-    best = [node.value.copy() for node in trainee.nodes]
-    best_epoch = 0
+    if n_steps == 0:
+        return fitted
     done = 0
-    for epoch in range(schedule.epochs if trainee.n_batches else 0):
+    for epoch in range(schedule.epochs):
         losses = []
         for batch in trainee.batches(rng):
             backward(batch.logits, batch.gradient)
@@ -180,13 +185,11 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
         found = trainee.validate()
         # Always 0 without validation samples; the last epoch is then used.
         if found > fitted.best or fitted.best == 0:
-            best = [node.value.copy() for node in trainee.nodes]
             best_epoch = epoch
+            best = [node.value.copy() for node in trainee.nodes]
         fitted.accuracies.append(found)
-        report(
-            f"epoch {epoch + 1}, {found:.1%} right on validation",
-            (epoch + 1) / schedule.epochs,
-        )
+        share = (epoch + 1) / schedule.epochs
+        report(f"epoch {epoch + 1}, {found:.1%} right on validation", share)
         if schedule.patience and epoch - best_epoch >= schedule.patience:
             break
     for node, value in zip(trainee.nodes, best, strict=True):
@@ -211,6 +214,17 @@ def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
     picked = ordered[..., -k:]
     is_right = np.take_along_axis(chosen, picked, axis=-1)
     return int(is_right.sum()), total
+
+
+def accuracy(batches: Iterable[tuple[Floats, Choices]]) -> float:
+    """Returns ProMoE's ACCURACY over batches of (scores, chosen); 0 if no expert was
+    chosen. `n_right` defines it for one batch."""
+    right = total = 0
+    for scores, chosen in batches:
+        n_hit, n_chosen = n_right(scores, chosen)
+        right += n_hit
+        total += n_chosen
+    return right / max(1, total)
 
 
 def cross_entropy(logits: Node, chosen: Floats) -> Batch:
@@ -240,8 +254,10 @@ def binary_cross_entropy(
     used."""
     x = logits.value
     decay = np.exp(-np.abs(x))
-    losses = np.maximum(x, 0) - x * chosen + np.log1p(decay)
-    sigmoid = np.where(x >= 0, 1, decay) / (1 + decay)
+    losses = np.maximum(x, 0) - x * chosen
+    losses += np.log1p(decay)
+    sigmoid = np.where(x >= 0, 1, decay)
+    sigmoid /= 1 + decay
     gradient = sigmoid - chosen
     n = x.size
     if known is not None:

@@ -7,6 +7,7 @@ in tests/pure/test_gradients.py compare each operation with finite differences.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -51,22 +52,14 @@ class Node:
         repeated along the leading axes of the other operand."""
 
         def back(gradient: Floats) -> Gradients:
-            of_self = _summed(gradient * other.value, self) if self.learns else None
-            of_other = _summed(gradient * self.value, other) if other.learns else None
+            of_self = of_other = None
+            if self.learns:
+                of_self = _summed(gradient * other.value, self)
+            if other.learns:
+                of_other = _summed(gradient * self.value, other)
             return of_self, of_other
 
         return Node(self.value * other.value, (self, other), back)
-
-    def __matmul__(self, other: Node) -> Node:
-        """Returns the matrix products of values (..., n, m) and (..., m, k) with equal
-        leading axes."""
-
-        def back(gradient: Floats) -> Gradients:
-            of_self = gradient @ other.value.swapaxes(-1, -2)
-            of_other = self.value.swapaxes(-1, -2) @ gradient
-            return of_self, of_other
-
-        return Node(self.value @ other.value, (self, other), back)
 
 
 def backward(last: Node, gradient: Floats) -> None:
@@ -79,8 +72,11 @@ def backward(last: Node, gradient: Floats) -> None:
             continue
         parts = node.back(node.grad)
         for source, part in zip(node.inputs, parts, strict=True):
-            if part is not None and source.learns:
-                source.grad = part if source.grad is None else source.grad + part
+            if part is None or not source.learns:
+                continue
+            if source.grad is not None:
+                part = source.grad + part
+            source.grad = part
 
 
 def _in_order(last: Node) -> list[Node]:
@@ -111,24 +107,35 @@ def _summed(gradient: Floats, node: Node) -> Floats:
     return repeated.sum(axis=0)
 
 
-def product(x: Node, w: Node) -> Node:
-    """Returns x @ w for x (..., n_in) and a matrix w (n_in, n_out)."""
-    n_in, n_out = w.value.shape
-    shape = x.value.shape
-    leading = shape[:-1]
-    rows = x.value.reshape(-1, n_in)
+def einsum(axes: str, a: Node, b: Node) -> Node:
+    """Returns the sum of products that `axes` describes, such as "ni,oi->no", as
+    numpy's einsum does. Each axis of an operand is also an axis of the other operand or
+    of the result."""
+    of_a, of_b, of_result = re.split(",|->", axes)
 
     def back(gradient: Floats) -> Gradients:
-        of_rows = gradient.reshape(-1, n_out)
-        of_w = rows.T @ of_rows
-        if not x.learns:
-            return None, of_w
-        of_x = of_rows @ w.value.T
-        return of_x.reshape(shape), of_w
+        to_a = to_b = None
+        if a.learns:
+            to_a = _contracted(f"{of_result},{of_b}->{of_a}", gradient, b.value)
+        if b.learns:
+            to_b = _contracted(f"{of_a},{of_result}->{of_b}", a.value, gradient)
+        return to_a, to_b
 
-    found = rows @ w.value
-    found = found.reshape(*leading, n_out)
-    return Node(found, (x, w), back)
+    found = _contracted(axes, a.value, b.value)
+    return Node(found, (a, b), back)
+
+
+def _contracted(axes: str, a: Floats, b: Floats) -> Floats:
+    """Returns numpy's einsum, computed with a matrix product, in C order.
+
+    The operands change places, because numpy 2.4 multiplies the second one by the
+    first, and then need not copy a result into C order.
+    """
+    operands, result = axes.split("->")
+    of_a, of_b = operands.split(",")
+    swapped = f"{of_b},{of_a}->{result}"
+    found: Floats = np.einsum(swapped, b, a, optimize=True, order="C")
+    return found
 
 
 def relu(x: Node) -> Node:
@@ -146,7 +153,8 @@ def softmax(x: Node) -> Node:
     shares = shares_of(x.value)
 
     def back(gradient: Floats) -> Gradients:
-        mean = (gradient * shares).sum(axis=-1, keepdims=True)
+        products = gradient * shares
+        mean = products.sum(axis=-1, keepdims=True)
         return (shares * (gradient - mean),)
 
     return Node(shares, (x,), back)
@@ -168,7 +176,8 @@ def rms_norm(x: Node, eps: float) -> Node:
     normed = x.value * scale
 
     def back(gradient: Floats) -> Gradients:
-        along = (gradient * normed).mean(axis=-1, keepdims=True)
+        products = gradient * normed
+        along = products.mean(axis=-1, keepdims=True)
         return (scale * (gradient - normed * along),)
 
     return Node(normed, (x,), back)
@@ -183,7 +192,8 @@ def standardize(x: Node, eps: float) -> Node:
     normed = centred * scale
 
     def back(gradient: Floats) -> Gradients:
-        along = (gradient * normed).mean(axis=0)
+        products = gradient * normed
+        along = products.mean(axis=0)
         without_mean = gradient - gradient.mean(axis=0)
         return (scale * (without_mean - normed * along),)
 
@@ -199,24 +209,3 @@ def rows_of(table: Node, ids: Integers) -> Node:
         return (of_table,)
 
     return Node(table.value[ids], (table,), back)
-
-
-def reshape(x: Node, *shape: int) -> Node:
-    """Returns x with a different shape."""
-
-    def back(gradient: Floats) -> Gradients:
-        return (gradient.reshape(x.value.shape),)
-
-    value = x.value.reshape(shape)
-    return Node(value, (x,), back)
-
-
-def transpose(x: Node, *axes: int) -> Node:
-    """Returns x with its axes in a different order."""
-    back_axes = np.argsort(axes)
-
-    def back(gradient: Floats) -> Gradients:
-        return (gradient.transpose(back_axes),)
-
-    value = x.value.transpose(axes)
-    return Node(value, (x,), back)

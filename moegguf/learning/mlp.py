@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 
@@ -53,13 +54,10 @@ class Options(Schedule):
     n_hidden: int = 512
 
 
-def train(
-    trace: Trace, options: Options | None = None, report: Report = no_report
-) -> Weights:
+def train(trace: Trace, options: Options, report: Report = no_report) -> Weights:
     """Trains the networks. Returns the arrays
     `<source>.<target>.{hidden,out}.{weight,bias}`. Raises OptionError if the trace has
     no inputs."""
-    options = options or Options()
     if trace.inputs is None:
         raise OptionError(
             "the trace must hold the routers' inputs, but does not; record it with `moegguf trace record --inputs`."
@@ -71,15 +69,8 @@ def train(
     courses: list[Fitted] = []
     for number, (source, target) in enumerate(pairs):
         name = f"{source}.{target}"
-
-        def report_epoch(
-            step: str,
-            share: float,
-            pair: str = f"{source} to {target}",
-            before: int = number,
-        ) -> None:
-            report(f"layer {pair}, {step}", (before + share) / len(pairs))
-
+        pair_name = f"layer {source} to {target}"
+        report_pair = partial(_report_part, report, pair_name, number, len(pairs))
         row = row_of[source]
         of_target = row_of[target]
         computed = trace.expert_ids[[row, of_target], :, 0] >= 0
@@ -87,7 +78,7 @@ def train(
         inputs = trace.inputs[row, known]
         chosen = choices(trace, of_target)[known]
         pair, fitted = train_pair(
-            inputs.astype(np.float32), chosen, validation[known], options, report_epoch
+            inputs.astype(np.float32), chosen, validation[known], options, report_pair
         )
         courses.append(fitted)
         arrays |= {f"{name}.{part}": array for part, array in pair.items()}
@@ -96,6 +87,13 @@ def train(
     curve = _mean_curve(courses)
     facts = {"validation": round(mean, 4), "curve": curve}
     return Weights(arrays, asdict(options) | facts)
+
+
+def _report_part(
+    report: Report, name: str, number: int, n: int, step: str, share: float
+) -> None:
+    """Reports a step of part `number` of `n` parts. `share` of this part is done."""
+    report(f"{name}, {step}", (number + share) / n)
 
 
 def _mean_curve(courses: Sequence[Fitted]) -> list[float]:
@@ -136,7 +134,7 @@ def train_pair(
         return scaled[numbers], chosen[numbers]
 
     samples = Samples(validation, read)
-    trainee = FeedForwardTrainee(network, samples, cross_entropy, options.batch, 0, rng)
+    trainee = FeedForwardTrainee(network, samples, cross_entropy, options.batch)
     fitted = fit(trainee, options, report)
     (hidden, hidden_bias), (out, out_bias) = network.matrices()
     hidden = hidden / spread

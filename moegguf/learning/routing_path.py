@@ -17,7 +17,7 @@ every other token id is zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -32,31 +32,30 @@ from moegguf.learning.fitting import (
     Report,
     Schedule,
     Trainee,
+    accuracy,
     binary_cross_entropy,
     fit,
-    n_right,
     no_report,
 )
 from moegguf.learning.gradients import (
     Floats,
     Integers,
     Node,
-    product,
+    einsum,
     relu,
-    reshape,
     rms_norm,
     rows_of,
     softmax,
-    transpose,
 )
-from moegguf.learning.splitting import held_out
+from moegguf.learning.splitting import VALIDATION_SHARE, held_out
 from moegguf.native.events import Bools
 from moegguf.trace.trace import Trace
 
-# Scale of the last matrix of a block at the start, so that the block changes the first
-# guess only a little
-BLOCK_GAIN = 0.1
 POSITION_GAIN = 0.2
+# The last matrix of a block is small at the start, so that the block changes the first
+# guess only a little.
+GAINS = {"up": 2**0.5, "out": 0.1, "down": 0.1}
+POSITIONS = ("window", "chunk")
 # Shares are limited to the range from MIN_SHARE to 1 - MIN_SHARE before a logit is
 # computed.
 MIN_SHARE = 1e-3
@@ -65,7 +64,6 @@ PRIOR_TOKENS = 1.0
 N_POWER = 4  # power iterations for the largest singular values
 # Attention score of positions that a token must not attend to.
 MASKED = np.float32(-1e9)
-VALIDATION_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -85,96 +83,104 @@ class Options(Schedule):
     dropout: float = 0.2
 
 
+def array_sizes(
+    options: Options, n_tokens: int, n_moe_layer: int, n_expert: int
+) -> dict[str, tuple[int, ...]]:
+    """Returns the size of each of the network's arrays. The embedding has a row for
+    each of `n_tokens` token ids."""
+    n_embd = options.n_embd
+    n_embd_head = n_embd // options.n_head
+    matrix = n_embd, options.n_head, n_embd_head
+    attention = {
+        "norm": (n_embd,),
+        "q": matrix,
+        "k": matrix,
+        "v": matrix,
+        "out": (options.n_head, n_embd_head, n_embd),
+    }
+    feed = {
+        "norm": (n_embd,),
+        "up": (n_embd, options.n_ff),
+        "down": (options.n_ff, n_embd),
+    }
+    encoder = {"self": attention, "feed": feed}
+    decoder = {"self": attention, "cross": attention, "feed": feed}
+    blocks = {f"encoder.{i}": encoder for i in range(options.n_encoder)}
+    blocks |= {f"decoder.{i}": decoder for i in range(options.n_decoder)}
+    return {
+        "embedding": (n_tokens, n_embd),
+        "window": (options.window, n_embd),
+        "chunk": (options.chunk, n_embd),
+        "memory_norm": (n_embd,),
+        "output_norm": (n_embd,),
+        "heads.weight": (n_embd, n_moe_layer, n_expert),
+        "heads.bias": (n_moe_layer, n_expert),
+        **{
+            f"{block}.{part}.{name}": size
+            for block, parts in blocks.items()
+            for part, arrays in parts.items()
+            for name, size in arrays.items()
+        },
+    }
+
+
+def first_array(
+    name: str, size: tuple[int, ...], options: Options, rng: np.random.Generator
+) -> Floats:
+    """Returns an array from which the training starts. The gain of a norm is 1. Other
+    arrays are random and normal. A matrix's output has about GAINS times the standard
+    deviation of its input."""
+    if name.endswith("norm"):
+        return np.ones(size)
+    kind = name.rpartition(".")[2]
+    if kind in POSITIONS:
+        spread = POSITION_GAIN
+    else:
+        n_in = options.n_ff if kind == "down" else options.n_embd
+        spread = GAINS.get(kind, 1.0) / np.sqrt(n_in)
+    return spread * rng.standard_normal(size)
+
+
 class PathModel:
-    """The network. Its parameters have the names of the arrays that the predictor
-    reads. They also have the same shapes, except for the embedding, which has rows only
-    for padding and the token ids in the samples."""
+    """The network, with `arrays` as its parameters. They have the names and shapes that
+    the predictor reads. While training, the embedding has rows only for padding and the
+    token ids in the samples."""
 
     def __init__(
-        self,
-        embedding: Floats,
-        heads: Floats,
-        popularity: Floats,
-        options: Options,
-        rng: np.random.Generator,
+        self, arrays: Mapping[str, Floats], options: Options, rng: np.random.Generator
     ) -> None:
-        self.options = options
-        self._rng = rng
-        n_embd = options.n_embd
-        window = rng.standard_normal((options.window, n_embd))
-        chunk = rng.standard_normal((options.chunk, n_embd))
-        values = {
-            "embedding": embedding,
-            "window": POSITION_GAIN * window,
-            "chunk": POSITION_GAIN * chunk,
-            "memory_norm": np.ones(n_embd),
-            "output_norm": np.ones(n_embd),
-            "heads.weight": heads,
-            "heads.bias": logit(popularity),
-        }
-        for i in range(options.n_encoder):
-            values |= self._attention(f"encoder.{i}.self")
-            values |= self._feed(f"encoder.{i}.feed")
-        for i in range(options.n_decoder):
-            values |= self._attention(f"decoder.{i}.self")
-            values |= self._attention(f"decoder.{i}.cross")
-            values |= self._feed(f"decoder.{i}.feed")
         self.parameters = {
-            name: Node(value.astype(np.float32), learns=True)
-            for name, value in values.items()
+            name: Node(array.astype(np.float32), learns=True)
+            for name, array in arrays.items()
         }
-
-    def _matrix(self, *sizes: int, fan_in: int, gain: float = 1.0) -> Floats:
-        """Returns a random normal matrix. The standard deviation of its output is about
-        `gain` times the standard deviation of an input of length `fan_in`."""
-        spread = gain / np.sqrt(fan_in)
-        return self._rng.standard_normal(sizes) * spread
-
-    def _attention(self, name: str) -> dict[str, Floats]:
-        n_embd = self.options.n_embd
-        n_head = self.options.n_head
-        by_head = n_head, n_embd // n_head
-        found = {}
-        for part in "qkv":
-            found[f"{name}.{part}"] = self._matrix(n_embd, *by_head, fan_in=n_embd)
-        out = self._matrix(*by_head, n_embd, fan_in=n_embd, gain=BLOCK_GAIN)
-        return found | {f"{name}.norm": np.ones(n_embd), f"{name}.out": out}
-
-    def _feed(self, name: str) -> dict[str, Floats]:
-        n_embd = self.options.n_embd
-        n_ff = self.options.n_ff
-        up = self._matrix(n_embd, n_ff, fan_in=n_embd, gain=2**0.5)
-        down = self._matrix(n_ff, n_embd, fan_in=n_ff, gain=BLOCK_GAIN)
-        return {f"{name}.norm": np.ones(n_embd), f"{name}.up": up, f"{name}.down": down}
+        self._options = options
+        self._rng = rng
 
     def logits(self, windows: Integers, chunks: Integers, training: bool) -> Node:
-        """Returns logits (n, chunk, n_moe_layer, n_expert) for n samples: `windows` (n,
-        window) and `chunks` (n, chunk) of tokens."""
+        """Returns logits (n, n_token, n_moe_layer, n_expert) for n samples: `windows`
+        (n, window), and the first tokens of their `chunks` (n, n_token)."""
+        share = self._options.dropout if training else 0.0
 
         def drop(x: Node) -> Node:
-            if not training:
-                return x
-            share = self.options.dropout
-            factors = dropped(x.value.shape, share, self._rng)
-            return x * Node(factors)
+            return dropped(x, share, self._rng)
 
-        embedding = self.parameters["embedding"]
-        x = drop(rows_of(embedding, windows) + self.parameters["window"])
-        for i in range(self.options.n_encoder):
+        parameters = self.parameters
+        embedding = parameters["embedding"]
+        x = drop(rows_of(embedding, windows) + parameters["window"])
+        for i in range(self._options.n_encoder):
             x = x + drop(self._attend(f"encoder.{i}.self", x))
             x = x + drop(self._feed_forward(f"encoder.{i}.feed", x))
         memory = drop(self._norm("memory_norm", x))
-        x = drop(rows_of(embedding, chunks) + self.parameters["chunk"])
-        for i in range(self.options.n_decoder):
+        n_token = chunks.shape[1]
+        positions = rows_of(parameters["chunk"], np.arange(n_token))
+        x = drop(rows_of(embedding, chunks) + positions)
+        for i in range(self._options.n_decoder):
             x = x + drop(self._attend(f"decoder.{i}.self", x, causal=True))
             x = x + drop(self._attend(f"decoder.{i}.cross", x, memory))
             x = x + drop(self._feed_forward(f"decoder.{i}.feed", x))
-        weight = self.parameters["heads.weight"]
-        n_embd, *size = weight.value.shape
         x = drop(self._norm("output_norm", x))
-        found = product(x, reshape(weight, n_embd, -1))
-        found = reshape(found, *chunks.shape, *size)
-        return found + self.parameters["heads.bias"]
+        found = einsum("nti,ilo->ntlo", x, parameters["heads.weight"])
+        return found + parameters["heads.bias"]
 
     def _norm(self, name: str, x: Node) -> Node:
         return rms_norm(x, NORM_EPS) * self.parameters[name]
@@ -185,38 +191,31 @@ class PathModel:
         """Normalizes x (n, n_token, n_embd). Returns its attention over itself, or over
         `memory` (n, n_window, n_embd)."""
         x = self._norm(f"{name}.norm", x)
-        source = x if memory is None else memory
+        memory = memory or x
         q = self._heads(f"{name}.q", x)
-        k = self._heads(f"{name}.k", source)
-        v = self._heads(f"{name}.v", source)
+        k = self._heads(f"{name}.k", memory)
+        v = self._heads(f"{name}.v", memory)
         n_embd_head = q.value.shape[-1]
-        scale = Node(np.array(n_embd_head**-0.5, np.float32))
-        scores = q * scale @ transpose(k, 0, 1, 3, 2)
+        scale = np.array(n_embd_head**-0.5, np.float32)
+        scores = einsum("nhtd,nhsd->nhts", q * Node(scale), k)
         if causal:
             n_token = x.value.shape[1]
             masked = np.full((n_token, n_token), MASKED)
             later = np.triu(masked, 1)
             scores = scores + Node(later)
-        mixed = softmax(scores) @ v
-        mixed = transpose(mixed, 0, 2, 1, 3)
-        joined = reshape(mixed, *x.value.shape)
-        out = self.parameters[f"{name}.out"]
-        out = reshape(out, -1, self.options.n_embd)
-        return product(joined, out)
+        mixed = einsum("nhts,nhsd->nhtd", softmax(scores), v)
+        return einsum("nhtd,hdi->nti", mixed, self.parameters[f"{name}.out"])
 
     def _heads(self, name: str, x: Node) -> Node:
         """Returns x times a matrix, split by head: (n, n_head, n_token,
         n_embd_head)."""
-        weight = self.parameters[name]
-        n_embd, n_head, n_embd_head = weight.value.shape
-        found = product(x, reshape(weight, n_embd, -1))
-        split = reshape(found, *x.value.shape[:2], n_head, n_embd_head)
-        return transpose(split, 0, 2, 1, 3)
+        return einsum("nti,ihd->nhtd", x, self.parameters[name])
 
     def _feed_forward(self, name: str, x: Node) -> Node:
         x = self._norm(f"{name}.norm", x)
-        hidden = relu(product(x, self.parameters[f"{name}.up"]))
-        return product(hidden, self.parameters[f"{name}.down"])
+        up = einsum("nti,if->ntf", x, self.parameters[f"{name}.up"])
+        hidden = relu(up)
+        return einsum("ntf,fi->nti", hidden, self.parameters[f"{name}.down"])
 
 
 def logit(share: Floats) -> Floats:
@@ -230,6 +229,9 @@ class Samples:
     """The tokens of all requests of a trace in one array. Padding (token id n_vocab)
     comes before and after each request. Requests with unknown tokens are left out.
     Raises OptionError if no request remains.
+
+    spans: {request: (position of its first token in `tokens`, position after its last
+    token)}
 
     seen (n_seen,): the distinct token ids that occur, ascending, including n_vocab for
     padding.
@@ -245,24 +247,26 @@ class Samples:
         self.window = window
         self.chunk = chunk
         sequence_of = trace.sequence_of
-        unknown = set(sequence_of[trace.tokens < 0].tolist())
-        self.sequences = [
-            sequence for sequence in trace.sequences() if sequence not in unknown
-        ]
-        if not self.sequences:
+        unknown = sequence_of[trace.tokens < 0].tolist()
+        self.spans: dict[int, tuple[int, int]] = {}
+        places = []
+        end = -chunk
+        for sequence in trace.sequences():
+            if sequence in unknown:
+                continue
+            place = np.flatnonzero(sequence_of == sequence)
+            places.append(place)
+            start = end + chunk + window
+            end = start + len(place)
+            self.spans[sequence] = start, end
+        if not self.spans:
             raise OptionError(
                 "the trace must have requests whose tokens are all known, but has none; record it with `moegguf trace"
                 " record`, or import files that hold token ids."
             )
-        places = [
-            np.flatnonzero(sequence_of == sequence) for sequence in self.sequences
-        ]
-        lengths = np.array([len(place) for place in places])
-        self.ends = np.cumsum(lengths + window + chunk) - chunk
-        self.starts = self.ends - lengths
-        here = self.tokens_of(self.sequences)
+        here = self.tokens_of(self.spans)
         there = np.concatenate(places)
-        n = self.ends[-1] + chunk
+        n = end + chunk
         shape = trace.shape
         tokens = np.full(n, shape.n_vocab, np.int64)
         tokens[here] = trace.tokens[there]
@@ -275,16 +279,10 @@ class Samples:
         self.known = np.zeros(size[:2], np.bool_)
         self.known[here] = ids[:, :, 0] >= 0
 
-    def tokens_of(self, sequences: list[int]) -> Integers:
+    def tokens_of(self, sequences: Iterable[int]) -> Integers:
         """Returns the positions of these requests' tokens in `tokens`."""
-        spans = self._spans(sequences)
-        return np.concatenate([np.arange(*span) for span in spans])
-
-    def _spans(self, sequences: list[int]) -> Integers:
-        """Returns (first position, end) of each of these requests in `tokens`, (n,
-        2)."""
-        spans = np.stack([self.starts, self.ends], axis=1)
-        return spans[np.isin(self.sequences, sequences)]
+        positions = [np.arange(*self.spans[sequence]) for sequence in sequences]
+        return np.concatenate(positions)
 
     def popularity(self, places: Integers) -> Floats:
         """Returns (n_moe_layer, n_expert): the share of the tokens at `places` that
@@ -297,13 +295,13 @@ class Samples:
 
     def first_guess(
         self, places: Integers, n_embd: int, rng: np.random.Generator
-    ) -> tuple[Floats, Floats]:
-        """Returns an embedding (n_seen, n_embd) and heads (n_embd, n_moe_layer,
-        n_expert), from which the training starts.
+    ) -> dict[str, Floats]:
+        """Returns the embedding and the heads with which the training starts.
 
         Their product approximates a figure for each token id, layer and expert: the
         log-odds that the token id uses the expert, minus the log-odds of an average
-        token. Only tokens at the positions `places` are used.
+        token. The heads' bias is the log-odds of an average token. Only
+        tokens at the positions `places` are used.
         """
         n_seen = len(self.seen)
         size = self.paths.shape[1:]
@@ -315,25 +313,27 @@ class Samples:
             count[token, :, 0] += self.known[place]
         popularity = self.popularity(places).astype(np.float32)
         share = (uses + PRIOR_TOKENS * popularity) / (count + PRIOR_TOKENS)
-        excess = logit(share) - logit(popularity)
+        bias = logit(popularity)
+        excess = logit(share) - bias
         excess = excess.reshape(n_seen, -1)
         n = min(n_embd, *excess.shape)
         u, s, vt = largest_singular(excess, n, rng)
         rows = u * s
-        root_mean_square = float(np.sqrt(np.mean(rows**2)))
-        spread = max(root_mean_square, MIN_SHARE)
+        mean_square = np.mean(rows**2)
+        spread = max(float(np.sqrt(mean_square)), MIN_SHARE)
         embedding = np.zeros((n_seen, n_embd), np.float32)
         embedding[:, :n] = rows / spread
         heads = np.zeros((n_embd, *size), np.float32)
         columns = vt * spread
         heads[:n] = columns.reshape(-1, *size)
-        return embedding, heads
+        return {"embedding": embedding, "heads.weight": heads, "heads.bias": bias}
 
     def firsts(self, sequences: list[int], rng: np.random.Generator) -> Integers:
         """Returns the positions at which the chunks of these requests begin. Each
         request is cut into chunks at a random offset."""
         cuts = [np.zeros(0, np.int64)]
-        for start, end in self._spans(sequences):
+        for sequence in sequences:
+            start, end = self.spans[sequence]
             first = start - int(rng.integers(self.chunk))
             cut = np.arange(first, end, self.chunk)
             cuts.append(np.maximum(cut, start))
@@ -352,12 +352,18 @@ class PathTrainee(Trainee):
         rng: np.random.Generator,
     ) -> None:
         self._training = [
-            sequence for sequence in samples.sequences if sequence not in validation
+            sequence for sequence in samples.spans if sequence not in validation
         ]
         places = samples.tokens_of(self._training)
         guess = samples.first_guess(places, options.n_embd, rng)
-        popularity = samples.popularity(places)
-        self.model = PathModel(*guess, popularity, options, rng)
+        n_moe_layer, n_expert = samples.paths.shape[1:]
+        sizes = array_sizes(options, len(samples.seen), n_moe_layer, n_expert)
+        arrays = {
+            name: first_array(name, size, options, rng)
+            for name, size in sizes.items()
+            if name not in guess
+        }
+        self.model = PathModel(arrays | guess, options, rng)
         self.nodes = list(self.model.parameters.values())
         self._samples = samples
         self._batch = options.batch
@@ -367,11 +373,11 @@ class PathTrainee(Trainee):
     @property
     def n_batches(self) -> int:
         """An upper bound on the number of batches in an epoch."""
-        samples = self._samples
-        lengths = samples.ends - samples.starts
-        lengths = lengths[np.isin(samples.sequences, self._training)]
-        n_chunks = -(-lengths // samples.chunk) + 1
-        return int(n_chunks.sum()) // self._batch + 1
+        n_chunks = 0
+        for sequence in self._training:
+            start, end = self._samples.spans[sequence]
+            n_chunks += 1 - (start - end) // self._samples.chunk
+        return n_chunks // self._batch + 1
 
     def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
         """Yields batches of chunks in random order."""
@@ -397,22 +403,17 @@ class PathTrainee(Trainee):
 
     def validate(self) -> float:
         """Returns the accuracy on the validation requests; 0 if there are none."""
-        right = total = 0
-        for logits, paths, known in self._computed(self._validation, False):
-            n_hit, n_chosen = n_right(logits.value[known], paths[known])
-            right += n_hit
-            total += n_chosen
-        return right / max(1, total)
+        computed = self._computed(self._validation, False)
+        return accuracy(
+            (logits.value[known], paths[known]) for logits, paths, known in computed
+        )
 
 
-def train(
-    trace: Trace, options: Options | None = None, report: Report = no_report
-) -> Weights:
+def train(trace: Trace, options: Options, report: Report = no_report) -> Weights:
     """Trains the network. Returns the network's arrays, and facts about the training.
     The arrays depend only on the trace, the options and the number of threads."""
-    options = options or Options()
     samples = Samples(trace, options.window, options.chunk)
-    used = trace.select(samples.sequences)
+    used = trace.select(samples.spans)
     validation = held_out(used, VALIDATION_SHARE, options.seed)
     rng = np.random.default_rng(options.seed)
     trainee = PathTrainee(samples, validation, options, rng)

@@ -8,6 +8,10 @@ import numpy as np
 from moegguf.native.events import Bools
 from moegguf.trace.trace import Trace
 
+# Share of the requests that are not used for training, but to measure the accuracy
+# after each epoch.
+VALIDATION_SHARE = 0.1
+
 
 def held_out(trace: Trace, share: float, seed: int) -> list[int]:
     """Returns the requests to leave out of training: about `share` of the requests with
@@ -27,8 +31,8 @@ def held_out(trace: Trace, share: float, seed: int) -> list[int]:
     return sorted(picked)
 
 
-def validation_tokens(trace: Trace, seed: int, share: float = 0.1) -> Bools:
+def validation_tokens(trace: Trace, seed: int) -> Bools:
     """Returns (n_tokens,): True for tokens of the validation requests, which are not
     used for training."""
-    held = held_out(trace, share, seed)
+    held = held_out(trace, VALIDATION_SHARE, seed)
     return np.isin(trace.sequence_of, held)

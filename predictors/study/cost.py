@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,16 +22,18 @@ from moegguf.controller.controller import ActingOptions, build_controller
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.eamc import EamcPredictor
 from moegguf.controller.predictors.networks import (
+    Sizes,
     expert_mlp,
+    expert_mlp_sizes,
     mlp,
+    mlp_sizes,
     skip,
-    state_size,
-    window_pairs,
 )
 from moegguf.controller.predictors.routing_path import routing_path
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.gguf.routers import Gating, Router, Routers
+from moegguf.learning.routing_path import Options, array_sizes
 from moegguf.native.events import Float32s, Phase
 from moegguf.native.store import NativePolicy, Store, StoreOptions
 from moegguf.trace.simulate import layout_of
@@ -42,11 +43,6 @@ N_WARM = 4
 N_TOKENS = 24
 HIDDEN = (512, 256, 128, 64, 64, 64)
 N_HIDDEN = 128
-N_EMBD = 128
-N_HEAD = 4
-N_FF = 256
-N_RECENT = 64
-N_CHUNK = 16
 SHAPES = {
     "laboratory, 30 x 64": MoeShape(30, 64, 8, tuple(range(30)), 576, 49152, 31104),
     "Qwen3-30B-A3B, 48 x 128": MoeShape(
@@ -82,61 +78,25 @@ def _skip(shape: MoeShape, rng: Random) -> Predictor:
     return skip(shape, Routers(Gating.SOFTMAX, matrices))
 
 
+def _weights(rng: Random, sizes: Sizes, **facts: Any) -> Weights:
+    arrays = {name: _floats(rng, *size) for name, size in sizes.items()}
+    return Weights(arrays, facts)
+
+
 def _mlp(shape: MoeShape, rng: Random) -> Predictor:
-    sizes = {"hidden": (N_HIDDEN, shape.n_embd), "out": (shape.n_expert, N_HIDDEN)}
-    arrays = {}
-    for source, target in window_pairs(shape, [4]):
-        for name, size in sizes.items():
-            arrays[f"{source}.{target}.{name}.weight"] = _floats(rng, *size)
-            arrays[f"{source}.{target}.{name}.bias"] = _floats(rng, size[0])
-    return mlp(shape, Weights(arrays, {"windows": [4], "n_hidden": N_HIDDEN}))
+    sizes = mlp_sizes(shape, [4], N_HIDDEN)
+    return mlp(shape, _weights(rng, sizes, windows=[4], n_hidden=N_HIDDEN))
 
 
 def _expert_mlp(shape: MoeShape, rng: Random) -> Predictor:
-    arrays = {
-        "popularity": rng.random((shape.n_layer, shape.n_expert), np.float32),
-        "affinity": rng.random(
-            (shape.n_layer - 1, shape.n_expert, shape.n_expert), np.float32
-        ),
-    }
-    for i, (n, m) in enumerate(pairwise([state_size(shape), *HIDDEN, shape.n_expert])):
-        arrays |= {
-            f"layers.{i}.weight": _floats(rng, m, n),
-            f"layers.{i}.bias": _floats(rng, m),
-        }
-    return expert_mlp(shape, Weights(arrays, {"hidden": list(HIDDEN)}))
+    sizes = expert_mlp_sizes(shape, HIDDEN)
+    return expert_mlp(shape, _weights(rng, sizes, hidden=list(HIDDEN)))
 
 
 def _routing_path(shape: MoeShape, rng: Random) -> Predictor:
-    n = N_EMBD
-    ones = np.ones(N_EMBD, np.float32)
-    arrays = {
-        "embedding": _floats(rng, shape.n_vocab + 1, n), "window": _floats(rng, N_RECENT, n),
-        "chunk": _floats(rng, N_CHUNK, n), "memory_norm": ones, "output_norm": ones,
-        "heads.weight": _floats(rng, n, shape.n_layer, shape.n_expert),
-        "heads.bias": _floats(rng, shape.n_layer, shape.n_expert),
-    }  # fmt: skip
-    blocks = ["encoder.0.self", "encoder.0.feed"]
-    for block in [
-        *blocks,
-        *[
-            f"decoder.{i}.{part}"
-            for i in range(2)
-            for part in ("self", "cross", "feed")
-        ],
-    ]:
-        arrays[f"{block}.norm"] = ones
-        if block.endswith("feed"):
-            arrays |= {
-                f"{block}.up": _floats(rng, n, N_FF),
-                f"{block}.down": _floats(rng, N_FF, n),
-            }
-            continue
-        arrays |= {
-            f"{block}.{part}": _floats(rng, n, N_HEAD, n // N_HEAD) for part in "qkv"
-        }
-        arrays[f"{block}.out"] = _floats(rng, N_HEAD, n // N_HEAD, n)
-    return routing_path(shape, Weights(arrays))
+    n_moe_layer, n_expert = shape.n_moe_layer, shape.n_expert
+    sizes = array_sizes(Options(), shape.n_vocab + 1, n_moe_layer, n_expert)
+    return routing_path(shape, _weights(rng, sizes))
 
 
 def _eamc(n_entries: int) -> Callable[[MoeShape, Random], Predictor]:

@@ -27,6 +27,9 @@ from predictors.study.accuracy import (
 from predictors.study.fetching import FetchCount
 
 DISTANCES = (1, 2, 4, 8)
+# `moved_per_useful` and FETCHRATE assume an LRU cache with this share of each layer's
+# experts.
+LRU_SHARE = 0.25
 BEFORE = -1  # stands for the row before the first MoE layer of a pass
 
 
@@ -51,8 +54,7 @@ class Judge:
     distance 0, for the event just observed. If the router's accuracy is not 1, the
     events do not belong to the model.
 
-    lru_share: moved_per_useful and FETCHRATE assume an LRU cache with this share of
-    each layer's experts. link: the link for FETCHRATE; None: FETCHRATE is not computed.
+    link: the link for FETCHRATE; None: FETCHRATE is not computed.
     """
 
     def __init__(
@@ -60,7 +62,6 @@ class Judge:
         predictor: Predictor,
         distances: Sequence[int] = DISTANCES,
         *,
-        lru_share: float = 0.25,
         link: SimOptions | None = None,
     ) -> None:
         self.predictor = predictor
@@ -71,7 +72,7 @@ class Judge:
         self.shape = shape
         self.tally = Tally(shape, self.distances)
         self.fresh = Tally(shape, (0,))
-        self._lru = LayerLru(shape, lru_share)
+        self._lru = LayerLru(shape, LRU_SHARE)
         self._fetches = (
             [] if link is None else [FetchCount(shape, link) for _ in self.distances]
         )

@@ -18,7 +18,7 @@ from moegguf.cli.options import AsJson
 from moegguf.cli.trace import File, parse_shares, showing_progress
 from moegguf.cli.trace_tables import print_notes, print_table
 from moegguf.terminal.tables import print_json
-from moegguf.trace.analysis import Progress, no_progress, step_reporter
+from moegguf.trace.analysis import Progress, step_reporter
 from moegguf.trace.simulate import slots_of
 from predictors.study.common import Study, run
 from predictors.study.flags import Folder, ModelFile, Shares, Tokens
@@ -34,7 +34,7 @@ def compare_orders(
     paths: str,
     shares: Sequence[float],
     policy: str,
-    progress: Progress = no_progress,
+    progress: Progress,
 ) -> Effects:
     """Compares orders of requests for each batch size. `paths` names the kind of
     predicted paths (`PATHS`).

@@ -37,7 +37,7 @@ from predictors.study.flags import (
     ModelFile,
     Tokens,
 )
-from predictors.study.judge import DISTANCES
+from predictors.study.judge import DISTANCES, LRU_SHARE
 from predictors.study.scoring import ScoreTable
 
 HEADS = (
@@ -124,7 +124,7 @@ def print_score(scores: ScoreTable, used: str) -> None:
         "k: layers ahead; at 0 the router itself, wrong by rounding only",
         "accuracy: correct among as many as are used; control: shuffled in each request",
         "all, any: routing events with every, with one expert right; batch: 8 requests",
-        f"moved: bytes fetched per byte used, beside an LRU cache of {scores.lru_share:.0%}",
+        f"moved: bytes fetched per byte used, beside an LRU cache of {LRU_SHARE:.0%}",
         "answers: events with a prediction",
     ]
     if any(found.fetch_rates for found in scores.scores):

@@ -55,8 +55,6 @@ class ScoreTable:
 
     distances: tuple[int, ...]
     n_expert_used: int
-    lru_share: float
-    batch_sequences: int
     tokens: int  # number of measured passes, which are the decode passes of one token
     scores: tuple[PredictorScore, ...]
     controls: tuple[PredictorScore, ...]
@@ -74,10 +72,8 @@ def score(
     predictors: Sequence[Predictor],
     distances: Sequence[int] = DISTANCES,
     *,
-    lru_share: float = 0.25,
     link: SimOptions | None = None,
     batch_sequences: int = BATCH_SEQUENCES,
-    seed: int = 0,
 ) -> ScoreTable:
     """Runs predictors over the events of the trace and measures them; definitions are
     in `predictors.study.accuracy`.
@@ -94,7 +90,7 @@ def score(
 
     def tables(of: Trace, measured: Sequence[Predictor]) -> tuple[PredictorScore, ...]:
         judges = [
-            _BatchJudge(predictor, distances, lru_share, batch_sequences, link)
+            _BatchJudge(predictor, distances, batch_sequences, link)
             for predictor in measured
         ]
         _replay(of, judges)
@@ -103,13 +99,11 @@ def score(
     return ScoreTable(
         distances=tuple(sorted({distance for distance in distances if distance > 0})),
         n_expert_used=trace.shape.n_expert_used,
-        lru_share=lru_share,
-        batch_sequences=batch_sequences,
         tokens=int(
             np.count_nonzero((trace.pass_phase == 1) & (np.diff(trace.pass_start) == 1))
         ),
         scores=tables(trace, predictors),
-        controls=tables(shuffled(trace, seed), controls),
+        controls=tables(shuffled(trace, 0), controls),
     )
 
 
@@ -154,11 +148,10 @@ class _BatchJudge(Judge):
         self,
         predictor: Predictor,
         distances: Sequence[int],
-        lru_share: float,
         batch_sequences: int,
         link: SimOptions | None,
     ) -> None:
-        super().__init__(predictor, distances, lru_share=lru_share, link=link)
+        super().__init__(predictor, distances, link=link)
         self._batch_sequences = batch_sequences
         self._batch: set[int] = set()
         self._closed: set[int] = set()

@@ -60,6 +60,13 @@ def manager() -> FakeManager:
 
 
 @pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sets MOEGGUF_HOME, moegguf's folder, for one test. Returns its path."""
+    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
 def url(manager: FakeManager) -> Iterator[str]:
     with server_of(manager) as url:
         yield url

@@ -25,14 +25,10 @@ from moegguf.server.common import limits
 from moegguf.serving.batch import answers
 from moegguf.serving.clients import BACKGROUND, current_client
 
+pytestmark = pytest.mark.usefixtures("home")
+
 FINAL = ("completed", "failed", "expired", "cancelled")
 JSON = {"content-type": "application/json"}
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture

@@ -148,24 +148,18 @@ def test_load_changes_the_model_and_a_failed_load_keeps_the_old_one(
 ENDLESS = '/set format {"type": "string", "minLength": 100000}'
 
 
-def served_chat(
-    server: Server,
-    home: Path,
-    model: str,
-    *arguments: object,
-    size: tuple[int, int] = (110, 40),
-) -> Terminal:
-    """Returns a terminal that runs a chat with a model of `server`. `home` is the
+def served_chat(server: Server, home: Path, *arguments: object) -> Terminal:
+    """Returns a terminal that runs a chat with the server's demo model. `home` is the
     chat's MOEGGUF_HOME."""
-    command = moegguf_command("run", model, "--temperature", 0, *arguments)
+    command = moegguf_command("run", "demo", "--temperature", 0, *arguments)
     names = environment(MOEGGUF_HOME=str(home), MOEGGUF_HOST=server.url)
-    return Terminal(command, names, columns=size[0], rows=size[1])
+    return Terminal(command, names, columns=110, rows=40)
 
 
 @pytest.fixture
 def chat(server: Server, tmp_path: Path) -> Iterator[Terminal]:
     """A chat with the server's demo model, which is unloaded afterwards."""
-    with served_chat(server, tmp_path, "demo") as terminal:
+    with served_chat(server, tmp_path) as terminal:
         terminal.prompt()
         yield terminal
     server.call("/api/generate", {"model": "demo", "keep_alive": 0})
@@ -282,10 +276,7 @@ def test_save_stores_a_session_that_load_restores(
 
 
 def test_a_killed_server_ends_the_answer_but_not_the_chat(tmp_path: Path) -> None:
-    with (
-        serving(tmp_path / "server") as server,
-        served_chat(server, tmp_path, "demo") as chat,
-    ):
+    with serving(tmp_path / "server") as server, served_chat(server, tmp_path) as chat:
         chat.prompt()
         chat.ask(ENDLESS)
         begin_answer(chat)

@@ -17,13 +17,9 @@ from moegguf.server import openai as openai_api
 from moegguf.server.app import make_app
 from moegguf.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("home")
+
 TOOLS: Any = [{"type": "function", "strict": True, **FUNCTIONS[0]}]
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture

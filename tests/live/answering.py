@@ -131,6 +131,25 @@ def endless(llm: Llama, bias: float = -1000.0) -> dict[int, float]:
     }
 
 
+def of_tokens(
+    llm: Llama, tokens: Iterable[int], max_tokens: int = 8, **options: Any
+) -> Request:
+    """Returns a request with these prompt tokens. End tokens are suppressed by
+    default."""
+    options = {"n_logprobs": 2, "logit_bias": endless(llm), **options}
+    context = tuple(tokens)
+    return ask(prompt="", context=context, max_tokens=max_tokens, **options)
+
+
+def solo(llm: Llama, request: Request) -> list[TokenLogprob]:
+    """Returns the logprobs of an answer that is generated alone, in an empty
+    context."""
+    llm.reset()
+    return [
+        logprob for delta in Answer(llm, request).deltas() for logprob in delta.logprobs
+    ]
+
+
 TIMEOUT_S = 60.0
 
 

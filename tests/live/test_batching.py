@@ -23,7 +23,6 @@ import pytest
 from answering import (
     DEMO,
     QUESTION,
-    Answer,
     Load,
     Received,
     Scripted,
@@ -32,8 +31,10 @@ from answering import (
     answers_together,
     ask,
     endless,
+    of_tokens,
     reply,
     running,
+    solo,
 )
 
 from moegguf.engine.llama import Llama
@@ -90,28 +91,8 @@ def pair(tiny: TinyModel) -> Iterator[tuple[Llama, Llama]]:
         yield many, one
 
 
-def of_tokens(llm: Llama, tokens: list[int], **options: Any) -> Request:
-    """Returns a request with these prompt tokens. By default the answer has 8 tokens,
-    and end tokens are suppressed."""
-    options = {
-        "max_tokens": 8,
-        "n_logprobs": 2,
-        "logit_bias": endless(llm),
-        "return_context": False,
-        **options,
-    }
-    return ask(prompt="", context=tuple(tokens), **options)
-
-
 def random_tokens(llm: Llama, random: Random, n_tokens: int) -> list[int]:
     return [int(token) for token in random.integers(0, llm.n_vocab(), n_tokens)]
-
-
-def solo(llm: Llama, request: Request) -> list[TokenLogprob]:
-    llm.reset()
-    return [
-        logprob for delta in Answer(llm, request).deltas() for logprob in delta.logprobs
-    ]
 
 
 def assert_same(received: list[TokenLogprob], alone: list[TokenLogprob]) -> None:

@@ -34,6 +34,7 @@ from moegguf.native import library
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import Link
 from moegguf.testing.link_device import add_link_device, link_figures
+from tools.gpu.short_plan import SWITCHES
 
 OPTIONS: dict[str, Any] = {
     "n_ctx": 512,
@@ -43,19 +44,6 @@ OPTIONS: dict[str, Any] = {
 }
 DEVICE_BYTES = 256 << 20
 LINK = Link(8e9, 5e-6)
-# The bits of SWITCHES in tools/gpu/short_plan.py
-REMEDIES = {
-    "a": 1,
-    "b": 2,
-    "c": 4,
-    "d": 8,
-    "e": 16,
-    "f": 32,
-    "g": 64,
-    "i": 128,
-    "j": 512,
-    "k": 256,
-}
 
 
 def strict_devices(n: int) -> list[str]:
@@ -196,7 +184,7 @@ def without_remedies(tiny: TinyModel) -> list[Logits]:
 @pytest.mark.parametrize(
     "letters",
     [
-        *(pytest.param(letter, marks=pytest.mark.slow) for letter in REMEDIES),
+        *(pytest.param(letter, marks=pytest.mark.slow) for letter in SWITCHES),
         "abcdefgijk",
     ],
 )
@@ -207,7 +195,7 @@ def test_remedies_change_no_bit(
     letters: str,
 ) -> None:
     monkeypatch.setenv(
-        "MOEGGUF_SWITCHES", str(sum(REMEDIES[letter] for letter in letters))
+        "MOEGGUF_SWITCHES", str(sum(SWITCHES[letter] for letter in letters))
     )
     found = in_new_process(logits_with_slots, tiny("tiny-mix", "q4_k_m"), 24, 40)
     for logits, without in zip(found, without_remedies, strict=True):
@@ -216,7 +204,7 @@ def test_remedies_change_no_bit(
 
 
 def test_every_remedy_has_a_switch() -> None:
-    assert library.load().moegguf_switches() == sum(REMEDIES.values())
+    assert library.load().moegguf_switches() == sum(SWITCHES.values())
 
 
 def copied(path: Path) -> tuple[int, int, Logits]:
@@ -256,7 +244,7 @@ def test_one_arena_copies_an_expert_at_once(
     path, found = tiny("tiny-qwen2moe", "q4_k_m"), list[tuple[int, int, Logits]]()
     for letters in ("abdefi", "abdefik"):
         monkeypatch.setenv(
-            "MOEGGUF_SWITCHES", str(sum(REMEDIES[letter] for letter in letters))
+            "MOEGGUF_SWITCHES", str(sum(SWITCHES[letter] for letter in letters))
         )
         found.append(in_new_process(copied, path))
     (n_apart, n_experts, apart), (n_together, n_misses, together) = found
@@ -306,8 +294,8 @@ def test_a_resize_keeps_the_graphs_of_another_model(tiny: TinyModel) -> None:
 
 N_MEASURED = 12
 SKIP = {"predictor": "skip", "prefetch": PrefetchOptions(watchdog=False)}
-IN_GRAPH = str(sum(REMEDIES[letter] for letter in "abdefgi"))
-INPUTS = str(sum(REMEDIES[letter] for letter in "abdefi"))
+IN_GRAPH = str(sum(SWITCHES[letter] for letter in "abdefgi"))
+INPUTS = str(sum(SWITCHES[letter] for letter in "abdefi"))
 
 
 @dataclass(frozen=True)

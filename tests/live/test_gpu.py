@@ -118,13 +118,7 @@ def slots_of(path: Path, size: str) -> tuple[int, int]:
 
 
 def check_identity(
-    path: Path,
-    size: str,
-    prompt: Prompt,
-    n_tokens: int,
-    plain: Plain,
-    device: Device,
-    n_ubatch: int = N_UBATCH,
+    path: Path, size: str, prompt: Prompt, n_tokens: int, plain: Plain, device: Device
 ) -> None:
     """Asserts that slots in VRAM and RAM yield the logits of `plain`, and that both
     tiers evict experts.
@@ -138,7 +132,7 @@ def check_identity(
         vram_cache=vram,
         expert_cache=ram,
         store=store,
-        n_ubatch=n_ubatch,
+        n_ubatch=N_UBATCH,
         **OPTIONS,
     ) as llm:
         assert llm.plan.device == device.name

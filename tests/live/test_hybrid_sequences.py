@@ -15,9 +15,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import answering
 import numpy as np
 import pytest
 from answering import (
@@ -27,9 +29,8 @@ from answering import (
     TinyModel,
     answers_of,
     answers_together,
-    ask,
-    endless,
     running,
+    solo,
     text_of,
 )
 from eager import Eager
@@ -102,22 +103,7 @@ def pair(
         yield many, one
 
 
-def of_tokens(llm: Llama, tokens: Sequence[int], **options: Any) -> Request:
-    options = {
-        "max_tokens": 12,
-        "n_logprobs": 2,
-        "logit_bias": endless(llm),
-        "return_context": True,
-        **options,
-    }
-    return ask(prompt="", context=tuple(tokens), **options)
-
-
-def solo(llm: Llama, request: Request) -> list[TokenLogprob]:
-    llm.reset()
-    return [
-        logprob for delta in Answer(llm, request).deltas() for logprob in delta.logprobs
-    ]
+of_tokens = partial(answering.of_tokens, max_tokens=12)
 
 
 def check_same(

@@ -12,10 +12,12 @@ import numpy.typing as npt
 
 from moegguf.controller.predictors.base import Predictor, StorePredictor
 from moegguf.controller.predictors.eamc import N_MATCHES, EamcPredictor
-from moegguf.controller.predictors.routing_path import NORM_EPS
 from moegguf.controller.shape import MoeShape
 from moegguf.gguf.routers import Gating, Router, Routers
 from moegguf.learning.expert_mlp import states
+from moegguf.learning.feed_forward import logits
+from moegguf.learning.gradients import shares_of
+from moegguf.learning.routing_path import Options, PathModel
 from moegguf.native.events import Float32s, Int32s
 from predictors.study.controls import probabilities
 
@@ -150,13 +152,12 @@ def skip(predictor: StorePredictor) -> Definition:
     return predict
 
 
-def multiplied(
-    arrays: Mapping[str, npt.NDArray[Any]], name: str, x: Float32s
-) -> Float32s:
-    """Returns W x + bias."""
-    return (arrays[f"{name}.weights"].astype(np.float32) @ x) * arrays[
-        f"{name}.scale"
-    ] + arrays[f"{name}.bias"]
+def matrix_of(
+    arrays: Mapping[str, npt.NDArray[Any]], name: str
+) -> tuple[Float32s, Float32s]:
+    """Returns a layer's matrix, quantised as in the store, and its bias."""
+    scale = arrays[f"{name}.scale"][:, np.newaxis]
+    return arrays[f"{name}.weights"] * scale, arrays[f"{name}.bias"]
 
 
 def mlp(predictor: StorePredictor) -> Definition:
@@ -168,18 +169,21 @@ def mlp(predictor: StorePredictor) -> Definition:
         network = f"{layers[seen.input[0]]}.{layers[row]}"
         if f"{network}.out.weights" not in predictor.arrays:
             return None
-        hidden = np.maximum(
-            multiplied(predictor.arrays, f"{network}.hidden", seen.input[1]), 0
-        )
-        logits = multiplied(predictor.arrays, f"{network}.out", hidden)
-        shares = np.exp(logits - logits.max())
-        return np.minimum(shares * (predictor.shape.n_expert_used / shares.sum()), 1)
+        matrices = [
+            matrix_of(predictor.arrays, f"{network}.{part}")
+            for part in ("hidden", "out")
+        ]
+        x = seen.input[1][np.newaxis]
+        shares = shares_of(logits(x, matrices)[0])
+        return np.minimum(shares * predictor.shape.n_expert_used, 1)
 
     return predict
 
 
 def expert_mlp(predictor: StorePredictor) -> Definition:
-    arrays, last = predictor.arrays, len(predictor.arrays["sizes"]) - 2
+    arrays = predictor.arrays
+    n_layers = len(arrays["sizes"]) - 1
+    matrices = [matrix_of(arrays, f"layers.{i}") for i in range(n_layers)]
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
         if (
@@ -189,10 +193,8 @@ def expert_mlp(predictor: StorePredictor) -> Definition:
         ):
             return None
         ids = np.stack([seen.ids[earlier] for earlier in range(row)])[np.newaxis]
-        x = states(arrays["popularity"], arrays["affinity"], ids, np.array([row]))[0]
-        for layer in range(last):
-            x = np.maximum(multiplied(arrays, f"layers.{layer}", x), 0)
-        return 1 / (1 + np.exp(-multiplied(arrays, f"layers.{last}", x)))
+        x = states(arrays["popularity"], arrays["affinity"], ids, np.array([row]))
+        return 1 / (1 + np.exp(-logits(x, matrices)[0]))
 
     return predict
 
@@ -231,86 +233,21 @@ def eamc(predictor: EamcPredictor) -> Definition:
     return predict
 
 
-def path_logits(
-    arrays: Arrays, window: Int32s, chunk: Int32s
-) -> npt.NDArray[np.float64]:
-    """Computes the network of the routing path in plain loops over tokens and attention
-    heads.
-
-    Returns logits (len(chunk), n_moe_layer, n_expert).
-    """
-
-    def norm(x: Float32s, gain: Float32s) -> Float32s:
-        return gain * x / np.sqrt(np.mean(x * x) + NORM_EPS)
-
-    def attention(name: str, x: Float32s, memory: list[Float32s]) -> Float32s:
-        x, total = norm(x, arrays[f"{name}.norm"]), np.zeros_like(x)
-        q, k, v = (arrays[f"{name}.{part}"] for part in "qkv")
-        for head in range(q.shape[1]):
-            scores = np.array(
-                [
-                    (x @ q[:, head]) @ (m @ k[:, head]) / np.sqrt(q.shape[2])
-                    for m in memory
-                ]
-            )
-            shares = np.exp(scores) / np.exp(scores).sum()
-            mixed = sum(
-                share * (m @ v[:, head])
-                for share, m in zip(shares, memory, strict=True)
-            )
-            total += mixed @ arrays[f"{name}.out"][head]
-        return total
-
-    def feed(name: str, x: Float32s) -> Float32s:
-        return (
-            np.maximum(norm(x, arrays[f"{name}.norm"]) @ arrays[f"{name}.up"], 0)
-            @ arrays[f"{name}.down"]
-        )
-
-    xs = list(arrays["embedding"][window] + arrays["window"])
-    normed_xs = [norm(x, arrays["encoder.0.self.norm"]) for x in xs]
-    xs = [x + attention("encoder.0.self", x, normed_xs) for x in xs]
-    xs = [x + feed("encoder.0.feed", x) for x in xs]
-    memory = [norm(x, arrays["memory_norm"]) for x in xs]
-    xs = list(arrays["embedding"][chunk] + arrays["chunk"][: len(chunk)])
-    for block in ("decoder.0", "decoder.1"):
-        normed_xs = [norm(x, arrays[f"{block}.self.norm"]) for x in xs]
-        xs = [
-            x + attention(f"{block}.self", x, normed_xs[: place + 1])
-            for place, x in enumerate(xs)
-        ]
-        xs = [x + attention(f"{block}.cross", x, memory) for x in xs]
-        xs = [x + feed(f"{block}.feed", x) for x in xs]
-    heads = arrays["heads.weight"]
-    return np.array(
-        [
-            np.tensordot(norm(x, arrays["output_norm"]), heads, 1)
-            + arrays["heads.bias"]
-            for x in xs
-        ]
-    )
-
-
 def routing_path(shape: MoeShape, arrays: Arrays) -> Definition:
     """Predicts from the tokens of the chunk and from the window of tokens before it.
 
     Padding fills a window that begins before the text.
     """
     n_window = len(arrays["window"])
+    network = PathModel(arrays, Options(), np.random.default_rng())
 
     @cache
     def table(tokens: tuple[int, ...], chunk_start: int) -> Float32s:
-        window = [*[shape.n_vocab] * n_window, *tokens][
-            chunk_start : chunk_start + n_window
-        ]
-        return 1 / (
-            1
-            + np.exp(
-                -path_logits(arrays, np.array(window), np.array(tokens[chunk_start:]))[
-                    -1
-                ]
-            )
-        )
+        before = [*[shape.n_vocab] * n_window, *tokens]
+        window = np.array(before[chunk_start : chunk_start + n_window])
+        chunk = np.array(tokens[chunk_start:])
+        found = network.logits(window[np.newaxis], chunk[np.newaxis], training=False)
+        return 1 / (1 + np.exp(-found.value[0, -1]))
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
         return (

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,12 @@ from moegguf.controller.predictors import counts, networks
 from moegguf.controller.predictors.base import Predictor
 from moegguf.controller.predictors.counts import previous_token
 from moegguf.controller.predictors.eamc import EamcPredictor
-from moegguf.controller.predictors.networks import state_size, window_pairs
 from moegguf.controller.predictors.routing_path import routing_path as routing_path_of
 from moegguf.controller.shape import MoeShape
 from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
 from moegguf.gguf.routers import Gating, Router, Routers
+from moegguf.learning.routing_path import Options, array_sizes
 from moegguf.native.events import Announcement, Float32s, Int32s, Phase, RoutingEvent
 from moegguf.native.predictor import NativeForecast, NativePredictor, integers
 from moegguf.native.store import Store, StoreContext, StoreOptions
@@ -74,17 +73,9 @@ def skip(gating: Gating = Gating.SOFTMAX, n_group: int = 1) -> Predictor:
 
 def mlp() -> Predictor:
     random, arrays = rng(), {}
-    for source, target in window_pairs(SHAPE, [1, 3]):
-        for part, size in (
-            ("hidden", (24, SHAPE.n_embd)),
-            ("out", (SHAPE.n_expert, 24)),
-        ):
-            arrays[f"{source}.{target}.{part}.weight"] = (
-                random.standard_normal(size).astype(np.float32) * 0.3
-            )
-            arrays[f"{source}.{target}.{part}.bias"] = (
-                random.standard_normal(size[0]).astype(np.float32) * 0.1
-            )
+    for name, size in networks.mlp_sizes(SHAPE, [1, 3], 24).items():
+        spread = 0.1 if name.endswith("bias") else 0.3
+        arrays[name] = random.standard_normal(size).astype(np.float32) * spread
     return networks.mlp(SHAPE, Weights(arrays, {"windows": [1, 3], "n_hidden": 24}))
 
 
@@ -127,44 +118,28 @@ def affinity(matrix: Float32s = AFFINITY, shape: MoeShape = SHAPE) -> Predictor:
 
 
 def expert_mlp() -> Predictor:
-    random, sizes = rng(), [state_size(SHAPE), 20, 16, 12, 12, 8, 8, SHAPE.n_expert]
-    arrays = {"popularity": random.random((N, SHAPE.n_expert)), "affinity": AFFINITY}
-    for i, (n_in, n_out) in enumerate(pairwise(sizes)):
-        arrays[f"layers.{i}.weight"] = random.standard_normal((n_out, n_in)) / np.sqrt(
-            n_in
-        )
-        arrays[f"layers.{i}.bias"] = random.standard_normal(n_out) * 0.1
-    single = {name: array.astype(np.float32) for name, array in arrays.items()}
-    return networks.expert_mlp(SHAPE, Weights(single, {"hidden": sizes[1:-1]}))
+    random, hidden, arrays = rng(), [20, 16, 12, 12, 8, 8], {}
+    for name, size in networks.expert_mlp_sizes(SHAPE, hidden).items():
+        spread = 0.1 if name.endswith("bias") else size[-1] ** -0.5
+        arrays[name] = random.standard_normal(size).astype(np.float32) * spread
+    arrays["popularity"] = random.random((N, SHAPE.n_expert), np.float32)
+    arrays["affinity"] = AFFINITY
+    return networks.expert_mlp(SHAPE, Weights(arrays, {"hidden": hidden}))
 
 
-def path_arrays(
-    window: int = 6, chunk: int = 4, n_embd: int = 32, n_head: int = 2, n_ff: int = 24
-) -> Arrays:
-    random, size = rng(), n_embd // n_head
-    arrays = {
-        "embedding": random.standard_normal((SHAPE.n_vocab + 1, n_embd)),
-        "window": random.standard_normal((window, n_embd)), "chunk": random.standard_normal((chunk, n_embd)),
-        "memory_norm": 1 + 0.1 * random.standard_normal(n_embd), "output_norm": np.ones(n_embd),
-        "heads.weight": random.standard_normal((n_embd, N, SHAPE.n_expert)) / 4,
-        "heads.bias": random.standard_normal((N, SHAPE.n_expert)),
-    }  # fmt: skip
-    parts = ["encoder.0.self", "encoder.0.feed"]
-    parts += [
-        f"decoder.{i}.{part}" for i in range(2) for part in ("self", "cross", "feed")
-    ]
-    for part in parts:
-        arrays[f"{part}.norm"] = 1 + 0.1 * random.standard_normal(n_embd)
-        if part.endswith("feed"):
-            arrays[f"{part}.up"] = random.standard_normal((n_embd, n_ff)) / 6
-            arrays[f"{part}.down"] = random.standard_normal((n_ff, n_embd)) / 6
-            continue
-        arrays |= {
-            f"{part}.{name}": random.standard_normal((n_embd, n_head, size)) / 6
-            for name in "qkv"
-        }
-        arrays[f"{part}.out"] = random.standard_normal((n_head, size, n_embd)) / 6
-    return {name: array.astype(np.float32) for name, array in arrays.items()}
+def path_arrays() -> Arrays:
+    """Returns random arrays for a small routing path."""
+    options = Options(window=6, chunk=4, n_embd=32, n_head=2, n_ff=24)
+    sizes = array_sizes(options, SHAPE.n_vocab + 1, N, SHAPE.n_expert)
+    random, arrays = rng(), {}
+    for name, size in sizes.items():
+        drawn = random.standard_normal(size)
+        if name.endswith("norm"):
+            drawn = 1 + 0.1 * drawn
+        elif name.startswith(("encoder", "decoder", "heads.weight")):
+            drawn /= 6
+        arrays[name] = drawn.astype(np.float32)
+    return arrays
 
 
 def routing_path() -> Predictor:

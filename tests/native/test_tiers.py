@@ -21,26 +21,21 @@ from moegguf.testing.library import arm_fault
 EVENT = tuple[int, list[int]]
 
 
-def skewed(
-    n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_used: int = 2
-) -> list[EVENT]:
+def skewed(n_events: int) -> list[EVENT]:
     """Returns random routing events of one token each, as (layer, expert ids), layer by
-    layer.
+    layer: 2 of 8 experts in each of 4 layers.
 
     Some experts are chosen far more often than others.
     """
-    rng = np.random.default_rng(seed)
-    weights = 1.0 / np.arange(1, n_expert + 1)
+    rng = np.random.default_rng(0)
+    weights = 1.0 / np.arange(1, 9)
     share = weights / weights.sum()
-    return [
-        (
-            n % n_layer,
-            (
-                (rng.choice(n_expert, n_used, False, share) + n % n_layer) % n_expert
-            ).tolist(),
-        )
-        for n in range(n_events)
-    ]
+    events = []
+    for n in range(n_events):
+        il = n % 4
+        ids = (rng.choice(8, 2, False, share) + il) % 8
+        events.append((il, ids.tolist()))
+    return events
 
 
 def check_tiers(store: Store) -> None:

@@ -87,13 +87,13 @@ def chain(n: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{n}": {"type": "null"}}}
 
 
-def doubling(word: str, n: int) -> dict[str, Any]:
-    """Returns a schema with a chain of definitions, d0 to dn. Each except the last
+def doubling(word: str) -> dict[str, Any]:
+    """Returns a schema with a chain of definitions, d0 to d40. Each except the last
     refers to the next one twice, under `word`."""
     defs: dict[str, Any] = {
-        f"d{i}": {word: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(n)
+        f"d{i}": {word: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)
     }
-    defs[f"d{n}"] = {"properties": {"a": {"type": "null"}}}
+    defs["d40"] = {"properties": {"a": {"type": "null"}}}
     return {word: [{"$ref": "#/$defs/d0"}] * 2, "$defs": defs}
 
 
@@ -185,7 +185,7 @@ LARGE = {
     "more properties than can be counted": {"properties": {f"p{i}": {} for i in range(900)}, "minProperties": 450},
     "more items than can be counted": {"items": {"type": "integer"}, "contains": {"const": 1}, "maxItems": 10**6},
     "much text": {"enum": ["a" * 70_000]},
-    "allOf that doubles": doubling("allOf", 40),
+    "allOf that doubles": doubling("allOf"),
     "far more items": {"type": "array", "items": {}, "maxItems": 10**9},
     "patterns behind references": {
         "allOf": [{"properties": {"a": {"$ref": "#/$defs/a"}}}] * 5,
@@ -196,7 +196,7 @@ LARGE = {
     },
     "a long pattern": {"type": "string", "pattern": "a?" * 9000},
     "many multiples": {"properties": {f"p{i}": {"multipleOf": 9973} for i in range(20)}},
-    "anyOf that doubles": doubling("anyOf", 40),
+    "anyOf that doubles": doubling("anyOf"),
     "a long chain": chain(1500),
     "many choices": {"enum": list(range(5000))},
     "many items": {"type": "array", "items": {}, "maxItems": 10_000},

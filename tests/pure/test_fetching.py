@@ -18,12 +18,10 @@ SHAPE = MoeShape(
 EXPERT_US = 1000.0
 
 
-def moving(n_tokens: int = 8) -> Trace:
-    """Returns a trace in which each token uses two experts of each layer that no
+def moving() -> Trace:
+    """Returns a trace in which each of 8 tokens uses two experts of each layer that no
     earlier token used."""
-    return hand_made(
-        SHAPE, [[[[2 * t, 2 * t + 1]] * 4 for t in range(n_tokens)]], prefill=1
-    )
+    return hand_made(SHAPE, [[[[2 * t, 2 * t + 1]] * 4 for t in range(8)]], prefill=1)
 
 
 def rates(

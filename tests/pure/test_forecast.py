@@ -132,9 +132,9 @@ def probabilities(**rows: list[float]) -> Float32s:
     return table
 
 
-def forecast_of(table: Float32s, il: int | None = None, window: int = 4) -> Forecast:
+def forecast_of(table: Float32s, il: int | None = None) -> Forecast:
     forecast, predictor = (
-        Forecast(FOUR, window),
+        Forecast(FOUR, 4),
         ScriptedPredictor(lambda il: table[il], shape=FOUR, reach=9),
     )
     forecast.begin_pass(predictor)

@@ -32,15 +32,20 @@ from moegguf.errors import OptionError, StorageError
 from moegguf.gguf.experts import read_layout
 from moegguf.learning import expert_mlp, mlp, routing_path
 from moegguf.learning.counts import collect
-from moegguf.learning.feed_forward import FeedForward, FeedForwardTrainee, Samples
+from moegguf.learning.feed_forward import (
+    FeedForward,
+    FeedForwardTrainee,
+    Samples,
+    logits,
+)
 from moegguf.learning.fitting import (
     Batch,
     Fitted,
     Schedule,
     Trainee,
+    accuracy,
     cross_entropy,
     fit,
-    n_right,
     rate_at,
 )
 from moegguf.learning.gradients import Node
@@ -100,7 +105,7 @@ def fitted(seed: int) -> tuple[FeedForward, Fitted]:
     samples = Samples(
         np.arange(600) % 5 == 0, lambda numbers: (inputs[numbers], chosen[numbers])
     )
-    trainee = FeedForwardTrainee(network, samples, cross_entropy, 32, 0, own)
+    trainee = FeedForwardTrainee(network, samples, cross_entropy, 32)
     return network, fit(trainee, Schedule(epochs=10, lr=1e-2, patience=0, seed=seed))
 
 
@@ -179,18 +184,13 @@ def test_quantized_mlp_keeps_its_accuracy_for_inputs_that_hardly_change() -> Non
         np.arange(500) % 5 == 0,
         replace(SMALL["mlp"], epochs=20, lr=1e-2),
     )
-    hidden, out = (
-        QuantizedMatrix(arrays[f"{name}.weight"].astype(np.float32))
-        for name in ("hidden", "out")
-    )
-    x = np.maximum(
-        inputs @ (hidden.bytes * hidden.scale[:, None]).T + arrays["hidden.bias"], 0
-    )
-    right, total = n_right(
-        x @ (out.bytes * out.scale[:, None]).T + arrays["out.bias"], chosen
-    )
+    matrices = []
+    for name in ("hidden", "out"):
+        quantized = QuantizedMatrix(arrays[f"{name}.weight"].astype(np.float32))
+        matrix = quantized.bytes * quantized.scale[:, np.newaxis]
+        matrices.append((matrix, arrays[f"{name}.bias"]))
     assert found.best > 0.5
-    assert right / total > found.best - 0.05
+    assert accuracy([(logits(inputs, matrices), chosen)]) > found.best - 0.05
 
 
 def test_routing_path_learns_from_tokens(trace: Trace) -> None:

@@ -14,7 +14,6 @@ import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,9 @@ from moegguf.controller import weights as weights_file
 from moegguf.controller.predictors.counts import MAX_COUNT, affinity, token_table
 from moegguf.controller.predictors.networks import (
     expert_mlp,
+    expert_mlp_sizes,
     mlp,
+    mlp_sizes,
     state_size,
     window_pairs,
 )
@@ -41,6 +42,7 @@ from moegguf.learning.counts import (
     count_tokens,
 )
 from moegguf.learning.expert_mlp import states
+from moegguf.learning.routing_path import Options, array_sizes
 from moegguf.native.predictor import QuantizedMatrix
 
 THREE = MoeShape(
@@ -124,11 +126,8 @@ def test_states_contain_history_popularity_and_affinity_rows() -> None:
 
 
 def test_expert_mlp_rejects_wrong_sizes() -> None:
-    sizes = [state_size(SPARSE), *[8] * 6, SPARSE.n_expert]
-    arrays = {"popularity": POPULARITY, "affinity": AFFINITY}
-    for i, (n_in, n_out) in enumerate(pairwise(sizes)):
-        arrays[f"layers.{i}.weight"] = np.eye(n_out, n_in, dtype=np.float32)
-        arrays[f"layers.{i}.bias"] = np.zeros(n_out, np.float32)
+    sizes = expert_mlp_sizes(SPARSE, [8] * 6)
+    arrays = {name: np.ones(size, np.float32) for name, size in sizes.items()}
     expert_mlp(SPARSE, Weights(arrays, {"hidden": [8] * 6}))
     for hidden, why in (
         (
@@ -152,11 +151,8 @@ FIVE = MoeShape(
 
 
 def windows_of(windows: list[int]) -> Weights:
-    arrays = {}
-    for source, target in window_pairs(FIVE, windows):
-        for part, size in (("hidden", (2, 2)), ("out", (3, 2))):
-            arrays[f"{source}.{target}.{part}.weight"] = np.ones(size, np.float32)
-            arrays[f"{source}.{target}.{part}.bias"] = np.zeros(size[0], np.float32)
+    sizes = mlp_sizes(FIVE, windows, 2)
+    arrays = {name: np.ones(size, np.float32) for name, size in sizes.items()}
     return Weights(arrays, {"windows": windows, "n_hidden": 2})
 
 
@@ -203,25 +199,12 @@ def test_quantized_matrix_keeps_the_product_within_rounding() -> None:
 
 
 PATH_SHAPE = MoeShape(n_layer=4, n_expert=3, n_expert_used=1, layers=(1, 3), n_vocab=5)
-N_EMBD, N_HEAD, N_FF = 8, 2, 10
-ATTENTION = {
-    "norm": (N_EMBD,), "out": (N_HEAD, N_EMBD // N_HEAD, N_EMBD),
-    **dict.fromkeys("qkv", (N_EMBD, N_HEAD, N_EMBD // N_HEAD)),
-}  # fmt: skip
-BLOCK = {
-    "self": ATTENTION,
-    "feed": {"norm": (N_EMBD,), "up": (N_EMBD, N_FF), "down": (N_FF, N_EMBD)},
-}
-BLOCKS = {"encoder.0": BLOCK, "decoder.0": {**BLOCK, "cross": ATTENTION}}
-SIZES: dict[str, tuple[int, ...]] = {
-    "embedding": (PATH_SHAPE.n_vocab + 1, N_EMBD), "window": (6, N_EMBD), "chunk": (4, N_EMBD),
-    "memory_norm": (N_EMBD,), "output_norm": (N_EMBD,), "heads.weight": (N_EMBD, 2, PATH_SHAPE.n_expert),
-    "heads.bias": (2, PATH_SHAPE.n_expert),
-    **{
-        f"{block}.{part}.{name}": size
-        for block, parts in BLOCKS.items() for part, arrays in parts.items() for name, size in arrays.items()
-    },
-}  # fmt: skip
+SIZES = array_sizes(
+    Options(n_embd=8, n_head=2, n_ff=10, n_decoder=1, window=6, chunk=4),
+    PATH_SHAPE.n_vocab + 1,
+    PATH_SHAPE.n_moe_layer,
+    PATH_SHAPE.n_expert,
+)
 
 
 @pytest.mark.parametrize("name", sorted(SIZES))

@@ -206,9 +206,9 @@ def test_read_routers_detects_a_file_cut_after_opening(tmp_path: Path) -> None:
             read(layout)
 
 
-def with_routers(g: Gguf, layers: range = range(2), n_expert: int = N_EXPERT) -> Gguf:
+def with_routers(g: Gguf, layers: range = range(2)) -> Gguf:
     for il in layers:
-        g.tensor(f"blk.{il}.ffn_gate_inp.weight", N_EMBD, n_expert)
+        g.tensor(f"blk.{il}.ffn_gate_inp.weight", N_EMBD, N_EXPERT)
     return g
 
 

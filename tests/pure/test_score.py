@@ -28,13 +28,13 @@ SHAPE = MoeShape(
 )
 
 
-def cyclic(n_sequences: int = 1, n_tokens: int = 6) -> Trace:
-    """Returns a trace in which token t of a sequence uses the experts t and t + 1 (mod
+def cyclic(n_sequences: int = 1) -> Trace:
+    """Returns a trace in which token t of the six tokens of a sequence uses the experts t and t + 1 (mod
     8) in every layer.
 
     The first two tokens of a sequence are its prompt.
     """
-    path = [[[t % 8, (t + 1) % 8]] * 4 for t in range(n_tokens)]
+    path = [[[t % 8, (t + 1) % 8]] * 4 for t in range(6)]
     return hand_made(SHAPE, [path] * n_sequences, prefill=2)
 
 
@@ -108,15 +108,11 @@ def test_score_with_a_cache_counts_only_absent_experts_as_moved() -> None:
     # Token t uses experts t and t + 1. With two resident experts in each layer, expert
     # t is still resident from token t
     # - 1.
-    table = (
-        score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [1], lru_share=0.25)
-        .scores[0]
-        .means[1]
-    )
+    table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [1]).scores[0].means[1]
     # The right expert of each prediction is t, which is resident. The wrong expert is
     # absent, so all moved bytes are useless.
     assert table.moved_per_useful[1] is None
-    right = score(cyclic(), [Oracle(cyclic())], [1], lru_share=0.25).scores[0].means[1]
+    right = score(cyclic(), [Oracle(cyclic())], [1]).scores[0].means[1]
     assert right.moved_per_useful[1] == 1
 
 

@@ -212,12 +212,12 @@ def reuse(trace: Trace) -> float:
     )
 
 
-def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Trace:
+def trace_of(passes: Sequence[Sequence[Sequence[int]]]) -> Trace:
     """Returns a trace of one request with one token per pass. passes[p][row] lists the
     token's experts in a layer."""
     n_row, k = len(passes[0]), len(passes[0][0])
     path = [[list(layer) for layer in token] for token in passes]
-    return hand_made(MoeShape(n_row, n_expert, k, tuple(range(n_row))), [path])
+    return hand_made(MoeShape(n_row, 4, k, tuple(range(n_row))), [path])
 
 
 def test_lookups_are_distinct_experts_in_order_of_first_choice() -> None:

@@ -24,7 +24,7 @@ from moegguf.gguf.fingerprint import fingerprint
 from moegguf.learning import expert_mlp as expert_mlp_training
 from moegguf.learning import mlp as mlp_training
 from moegguf.learning.counts import COUNTED
-from moegguf.learning.feed_forward import FeedForward
+from moegguf.learning.feed_forward import FeedForward, logits
 from moegguf.learning.learn import TRAINERS
 from moegguf.learning.splitting import held_out, validation_tokens
 from moegguf.trace import format as trace_file
@@ -182,12 +182,8 @@ def test_trained_expert_mlp_has_its_batch_norms_folded_in() -> None:
     network = FeedForward((12, 32, *(16,) * 5, 5), rng, norms=True)
     x = (3 * rng.standard_normal((4096, 12)) + 1).astype(np.float32)
     for _ in range(200):  # lets the norms' running means and variances converge
-        expected = network.training_logits(x, rng).value
-    y = x
-    for i, (weight, bias) in enumerate(network.matrices()):
-        y = y @ weight.T + bias
-        y = np.maximum(y, 0) if i < 6 else y
-    assert y == pytest.approx(expected, abs=0.02)
+        expected = network.training_logits(x).value
+    assert logits(x, network.matrices()) == pytest.approx(expected, abs=0.02)
     trace = random_trace(n_sequences=4, n_decode=8)
     chosen = expert_mlp_training.Options(hidden=(32,) + (16,) * 5, epochs=1, batch=32)
     taught = expert_mlp(trace.shape, expert_mlp_training.train(trace, chosen))

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from moegguf.bench.measure import open_result
 from moegguf.engine.llama import Llama
 from moegguf.engine.sequences import SequenceTokens
 from moegguf.native.events import Phase
@@ -127,41 +128,28 @@ def child(case: Case) -> dict[str, Any]:
     return read_parts(done.stdout)
 
 
+def print_item(item: str, unit: str, value: float) -> None:
+    """Prints a result as one line of JSON."""
+    print(json.dumps({"item": item, "unit": unit, "value": value}), flush=True)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Prints the comparison of both systems, or, with --one, the digests of one
     system."""
     if arguments[0] == "--one":
-        out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # libraries that print to stdout print to stderr from here on
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            print(
-                json.dumps(compute(Case.from_json(arguments[1]))), file=out, flush=True
-            )
+        out = open_result()
+        warnings.simplefilter("ignore")
+        found = compute(Case.from_json(arguments[1]))
+        print(json.dumps(found), file=out, flush=True)
         return
     case = Case.from_json(arguments[0])
     ours = child(replace(case, system="moegguf"))
     plain = child(replace(case, system="llama.cpp", n_ubatch=ours["n_ubatch"]))
     for n in map(str, N_SEQUENCES):
         same = sum(one == other for one, other in zip(ours[n], plain[n], strict=True))
-        for item, value, unit in (
-            (f"{n} sequences, bits are equal", same == N_PASSES, "bool"),
-            (f"{n} sequences, passes that differ", N_PASSES - same, "number"),
-        ):
-            print(
-                json.dumps({"item": item, "unit": unit, "value": float(value)}),
-                flush=True,
-            )
-    print(
-        json.dumps(
-            {
-                "item": "experts evicted meanwhile",
-                "unit": "number",
-                "value": ours["evictions"],
-            }
-        ),
-        flush=True,
-    )
+        print_item(f"{n} sequences, bits are equal", "bool", float(same == N_PASSES))
+        print_item(f"{n} sequences, passes that differ", "number", N_PASSES - same)
+    print_item("experts evicted meanwhile", "number", ours["evictions"])
 
 
 if __name__ == "__main__":

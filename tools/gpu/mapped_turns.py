@@ -14,16 +14,27 @@ import argparse
 import statistics
 import time
 from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from moegguf import Llama
-from moegguf.engine.stats import Stats
+from moegguf.bench.turns import take_turns
+from moegguf.native.events import Float32s
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import parse_link
 from moegguf.testing.link_device import link_device, link_figures
 
 PLACEMENTS = ("slots", "slots-mapped")
+
+
+class Turn(NamedTuple):
+    """The results of one turn."""
+
+    tokens_per_s: float
+    n_copies: int  # copies to the host
+    logits: Float32s  # logits of the last token
 
 
 def main() -> None:
@@ -56,46 +67,38 @@ def main() -> None:
         for llm in models.values():
             assert llm.session is not None
             llm.session.store.drain()
-        tokens = (
-            np.random.default_rng(0)
-            .integers(models["slots"].n_vocab(), size=4096)
-            .tolist()
+        n_vocab = models["slots"].n_vocab()
+        tokens = np.random.default_rng(0).integers(n_vocab, size=4096).tolist()
+
+        def turn(llm: Llama) -> Turn:
+            n_copies = link_figures(device).copies_to_host
+            begin = llm.n_tokens
+            start_s = time.perf_counter()
+            for token in tokens[begin : begin + options.tokens]:
+                llm.eval([token])
+            seconds = time.perf_counter() - start_s
+            n_copies = link_figures(device).copies_to_host - n_copies
+            logits = llm.context.logits(-1).copy()
+            return Turn(options.tokens / seconds, n_copies, logits)
+
+        calls = {placement: partial(turn, llm) for placement, llm in models.items()}
+        take_turns(calls, 2)  # fills the slots; these turns are not measured
+        before = {placement: llm.stats() for placement, llm in models.items()}
+        turns = take_turns(calls, options.rounds)
+        pairs = list(zip(*turns.values(), strict=True))
+        assert all(
+            np.array_equal(slots.logits, mapped.logits) for slots, mapped in pairs
         )
-        speeds: dict[str, list[float]] = {placement: [] for placement in PLACEMENTS}
-        stops = dict.fromkeys(PLACEMENTS, 0)
-        before: dict[str, Stats] = {}
-        # The first two rounds only fill the slots.
-        for number in range(options.rounds + 2):
-            begin, logits = number * options.tokens, []
-            for placement in PLACEMENTS[:: 1 if number % 2 else -1]:
-                llm = models[placement]
-                if number == 2:
-                    before[placement] = llm.stats()
-                copies, start_s = (
-                    link_figures(device).copies_to_host,
-                    time.perf_counter(),
-                )
-                for token in tokens[begin : begin + options.tokens]:
-                    llm.eval([token])
-                if number >= 2:
-                    speeds[placement].append(
-                        options.tokens / (time.perf_counter() - start_s)
-                    )
-                    stops[placement] += link_figures(device).copies_to_host - copies
-                logits.append(llm.context.logits(-1).copy())
-            assert np.array_equal(logits[0], logits[1])
-        for placement, found in speeds.items():
-            counted, n = (
-                models[placement].stats() - before[placement],
-                options.rounds * options.tokens,
-            )
+        for placement, found in turns.items():
+            counted = models[placement].stats() - before[placement]
+            speeds = [each.tokens_per_s for each in found]
+            n_copies = sum(each.n_copies for each in found)
+            n_tokens = options.rounds * options.tokens
             print(
-                f"{placement:12} {statistics.median(found):6.1f} t/s ({min(found):.1f} to {max(found):.1f}),"
-                f" {counted.hits / counted.lookups:.1%} hits, {stops[placement] / n:.1f} copies to the host per token"
+                f"{placement:12} {statistics.median(speeds):6.1f} t/s ({min(speeds):.1f} to {max(speeds):.1f}),"
+                f" {counted.hits / counted.lookups:.1%} hits, {n_copies / n_tokens:.1f} copies to the host per token"
             )
-        ratios = [
-            mapped / slots for slots, mapped in zip(*speeds.values(), strict=True)
-        ]
+        ratios = [mapped.tokens_per_s / slots.tokens_per_s for slots, mapped in pairs]
         print(
             f"ratio of neighbouring turns: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         )

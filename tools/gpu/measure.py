@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes as c
 import json
-import os
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from moegguf.bench.measure import greedy_token
+from moegguf.bench.measure import greedy_token, open_result
 from moegguf.controller.prefetch import PrefetchOptions
 from moegguf.engine.devices import find_gpus
 from moegguf.engine.llama import Llama
@@ -315,8 +314,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
 def main(arguments: Sequence[str]) -> None:
     """Prints each part of the result as one line of JSON, as soon as it is known. If a
     MoeggufError or MemoryError occurs, prints the error as the last line."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries that print to stdout print to stderr from here on
+    out = open_result()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

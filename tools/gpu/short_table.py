@@ -53,9 +53,9 @@ def figures_of(part: Part, outcome: Outcome) -> dict[str, float]:
         SLOTS: values.get("slots_share"),
         "tokens in a pass, at most": values.get("n_ubatch"),
         "hits": device.get("hit_rate"),
-        "MB a token": _scaled(device.get("bytes_per_token"), 1e-6),
+        "MB a token": _megabytes(device.get("bytes_per_token")),
         "hits in prompts": prompts.get("hit_rate"),
-        "MB a prompt token": _scaled(prompts.get("bytes_per_token"), 1e-6),
+        "MB a prompt token": _megabytes(prompts.get("bytes_per_token")),
         "every expert has a slot (1) or not (0)": values.get("complete"),
         "load, s": values.get("load_s"),
     }
@@ -166,8 +166,8 @@ def _stop_us(
     ) / part.n_layer
 
 
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+def _megabytes(n_bytes: float | None) -> float | None:
+    return None if n_bytes is None else n_bytes / 1e6
 
 
 def table(plan: Sequence[Step], outcomes: Outcomes, is_rehearsal: bool = False) -> str:

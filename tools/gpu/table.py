@@ -28,7 +28,6 @@ class Row:
     model: str
     limit: str
     system: str
-    variant: str
     result: Mapping[str, Any]
 
     @property
@@ -47,8 +46,8 @@ def rows(outcomes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     for name, result in outcomes.items():
         kind, _, rest = name.partition("/")
         if kind == "measure":
-            model, limit, system, variant = rest.split("/", 3)
-            row = Row(model, limit, system, variant, result)
+            model, limit, system, _ = rest.split("/", 3)
+            row = Row(model, limit, system, result)
             key = row.model, row.limit, row.system
             if key not in best or row.speed > best[key].speed:
                 best[key] = row

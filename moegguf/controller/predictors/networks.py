@@ -21,6 +21,7 @@ SKIP, MLP = "skip", "mlp"
 HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)
 
 Pair = tuple[int, int]  # (layer whose input is used, layer that is predicted)
+Sizes = dict[str, tuple[int, ...]]  # {name of an array: its size}
 
 
 def skip(shape: MoeShape, routers: Routers) -> StorePredictor:
@@ -55,6 +56,19 @@ def window_pairs(shape: MoeShape, windows: Iterable[int]) -> list[Pair]:
     )
 
 
+def mlp_sizes(shape: MoeShape, windows: Iterable[int], n_hidden: int) -> Sizes:
+    """Returns the sizes of the arrays of ProMoE's networks."""
+    sizes: Sizes = {}
+    for source, target in window_pairs(shape, windows):
+        sizes |= _layer_sizes(f"{source}.{target}.hidden", shape.n_embd, n_hidden)
+        sizes |= _layer_sizes(f"{source}.{target}.out", n_hidden, shape.n_expert)
+    return sizes
+
+
+def _layer_sizes(name: str, n_in: int, n_out: int) -> Sizes:
+    return {f"{name}.weight": (n_out, n_in), f"{name}.bias": (n_out,)}
+
+
 def mlp(shape: MoeShape, weights: Weights) -> Predictor:
     """Creates ProMoE's predictor, which has one network for each pair (source layer,
     target layer) in `window_pairs`. Returns NoPrediction for a model with only one
@@ -79,22 +93,22 @@ def mlp(shape: MoeShape, weights: Weights) -> Predictor:
         "n_embd": integers(shape.n_embd), "n_hidden": integers(n_hidden),
         "pairs": integers(*(il for pair in pairs for il in pair)),
     }  # fmt: skip
-    for source, target in pairs:
-        arrays |= _layer(weights, f"{source}.{target}.hidden", shape.n_embd, n_hidden)
-        arrays |= _layer(weights, f"{source}.{target}.out", n_hidden, shape.n_expert)
+    arrays |= _layers(weights, mlp_sizes(shape, windows, n_hidden))
     reach = max(row_of[target] - row_of[source] for source, target in pairs)
     return StorePredictor(MLP, shape, reach, arrays, needs_inputs=True)
 
 
-def _layer(weights: Weights, name: str, n_in: int, n_out: int) -> dict[str, Array]:
-    """Returns the matrix and bias of one layer of a network, in the form that the store
-    reads. Raises ValueError if one is missing, or if their sizes are not `n_in` and
-    `n_out`."""
-    matrix, bias = (
-        weights.array(f"{name}.weight", n_out, n_in),
-        weights.array(f"{name}.bias", n_out),
-    )
-    return QuantizedMatrix(matrix, bias).arrays(name)
+def _layers(weights: Weights, sizes: Sizes) -> dict[str, Array]:
+    """Returns the matrix and bias of each layer in `sizes`, in the form that the store
+    reads. Raises ValueError if an array is missing or has another size."""
+    arrays: dict[str, Array] = {}
+    for name in sizes:
+        layer, _, part = name.rpartition(".")
+        if part == "weight":
+            matrix = weights.array(name, *sizes[name])
+            bias = weights.array(f"{layer}.bias", len(matrix))
+            arrays |= QuantizedMatrix(matrix, bias).arrays(layer)
+    return arrays
 
 
 def state_size(shape: MoeShape) -> int:
@@ -102,6 +116,21 @@ def state_size(shape: MoeShape) -> int:
     (p) and affinity (a)."""
     k = shape.n_expert_used
     return (shape.n_moe_layer - 1) * k + shape.n_expert + k * shape.n_expert
+
+
+def expert_mlp_sizes(shape: MoeShape, hidden: Iterable[int]) -> Sizes:
+    """Returns the sizes of ExpertMLP's arrays. `hidden` lists the sizes of its hidden
+    layers."""
+    n_layer = shape.n_moe_layer
+    n_expert = shape.n_expert
+    sizes: Sizes = {
+        "popularity": (n_layer, n_expert),
+        "affinity": (n_layer - 1, n_expert, n_expert),
+    }
+    widths = [state_size(shape), *hidden, n_expert]
+    for i, (n_in, n_out) in enumerate(pairwise(widths)):
+        sizes |= _layer_sizes(f"layers.{i}", n_in, n_out)
+    return sizes
 
 
 def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
@@ -129,16 +158,14 @@ def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
             f"its fact 'hidden' must be a list of {len(HIDDEN_SIZES)} whole numbers above 0, but is {hidden!r:.80};"
             " make it again with `moegguf learn`"
         )
-    n_layer, n_expert, sizes = (
-        shape.n_moe_layer,
-        shape.n_expert,
-        [state_size(shape), *hidden, shape.n_expert],
-    )
+    sizes = expert_mlp_sizes(shape, hidden)
     arrays: dict[str, Array] = {
-        "n_expert_used": integers(shape.n_expert_used), "sizes": integers(*sizes),
-        "popularity": weights.array("popularity", n_layer, n_expert),
-        "affinity": weights.array("affinity", n_layer - 1, n_expert, n_expert),
-    }  # fmt: skip
-    for i, (n_in, n_out) in enumerate(pairwise(sizes)):
-        arrays |= _layer(weights, f"layers.{i}", n_in, n_out)
+        "n_expert_used": integers(shape.n_expert_used),
+        "sizes": integers(state_size(shape), *hidden, shape.n_expert),
+        **{
+            name: weights.array(name, *sizes[name])
+            for name in ("popularity", "affinity")
+        },
+    }
+    arrays |= _layers(weights, sizes)
     return StorePredictor("expert-mlp", shape, 1, arrays)

@@ -23,14 +23,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def read_conversations(path: Path = TAUGHT) -> list[list[Message]]:
-    """Returns the conversations in a file. A line with `messages` is one conversation.
+def read_conversations() -> list[list[Message]]:
+    """Returns the conversations in the file TAUGHT. A line with `messages` is one conversation.
 
     Any other line has an `answer` and a list `ask`, and represents one conversation per
     question in `ask`.
     """
     conversations = []
-    for entry in lines(path):
+    for entry in lines(TAUGHT):
         if "messages" in entry:
             conversations.append(entry["messages"])
             continue
