@@ -220,7 +220,7 @@ def test_serve_loads_own_classes_from_its_command_line_only(tmp_path: Path) -> N
             lines = httpx.post(
                 f"{server.url}/api/chat", json=body, timeout=60
             ).text.splitlines()
-            return str(json.loads(lines[-1])["decisions"]["policy"])
+            return str(json.loads(lines[-1])["timing"]["decisions"]["policy"])
 
         assert decided_by("demo") == decided_by("demo", **names) == "MostUsed"
         made = {"model": "mine", "from": "demo", "parameters": names, "stream": False}

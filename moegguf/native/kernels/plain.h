@@ -233,10 +233,10 @@ struct OneRow {
     // Returns partial sums, one in each lane, of scale * (code - offset) * activation over a block of one column.
     static MOEGGUF_INLINE __m256i products_of(const Unpacked & block, const Row & row, __m256i row_sums) {
         const __m256i scales = even_then_odd(block.scales);
-        __m256i sum = {};
+        __m256i sums[2] = {}; // two, because with VNNI each addition to a sum waits for the one before it
         if constexpr (!T::has_sign && T::zero != 0) {
             const __m256i minus = _mm256_mullo_epi16(scales, _mm256_set1_epi16((short)-T::zero));
-            sum = _mm256_madd_epi16(minus, row_sums);
+            sums[0] = _mm256_madd_epi16(minus, row_sums);
         }
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
@@ -244,10 +244,9 @@ struct OneRow {
             const __m256i w = block.codes[i], both = _mm256_set1_epi16((short)(0x100 * (2 * i + 1) + 2 * i));
             const __m256i pairs = T::has_sign ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
                                               : _mm256_maddubs_epi16(w, x);
-            // VNNI's instruction would take longer, because it would wait for the sum before it multiplies.
-            sum = Avx2::add_pairs(sum, pairs, _mm256_shuffle_epi8(scales, both));
+            sums[i % 2] = Isa::add_pairs(sums[i % 2], pairs, _mm256_shuffle_epi8(scales, both));
         }
-        return sum;
+        return _mm256_add_epi32(sums[0], sums[1]);
     }
 
     // Returns partial sums of (code - offset) * activation over a block of one column. Sums of 8 pairs of products fit
