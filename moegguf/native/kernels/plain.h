@@ -198,9 +198,7 @@ struct OneRow {
         sums_of_halves(products, parts);
         if constexpr (T::n_scales == 1) { parts[0] = _mm256_add_epi32(parts[0], parts[1]); }
         for (int i = 0; i < T::n_scales; i++) {
-            if constexpr (T::zero != 0) {
-                parts[i] = _mm256_add_epi32(parts[i], Isa::broadcast((const int32_t *)&row.minus + i));
-            }
+            if constexpr (T::zero != 0) { parts[i] = _mm256_add_epi32(parts[i], Isa::broadcast(row.minus + i)); }
             const __m256 scale = T::template scales<Isa>(columns.of, at.block, at.part * T::n_scales + i);
             sums = Isa::fma(Isa::to_float(parts[i]), scale * Isa::broadcast(row.d), sums);
         }

@@ -90,8 +90,8 @@ struct Scaled : Codes {
     static constexpr bool has_mins = false, adds_min = false;
     using Row = Row32;
 
-    // Returns the scale of the block at offset `at` in each column. part: number of the part of the block, and of
-    // one of its n_scales scales, counted together.
+    // Returns a scale of the block at offset `at` in each column. The last argument is the index of the scale in the
+    // block, which types with one scale for each block ignore.
     template <class Isa>
     static typename Isa::F scales(const uint8_t * const * columns, int64_t at, int) {
         return Isa::gather_halves(columns, at);

@@ -52,7 +52,7 @@ int32_t quantize_32(const float * x, Row & row) {
 
 template <class Isa, class T>
 void quantize_block(const float * x, Row32 & row) {
-    row.minus = -T::template offset<Isa> * quantize_32<Isa>(x, row);
+    row.minus[0] = -T::template offset<Isa> * quantize_32<Isa>(x, row);
 }
 
 template <class Isa, class T>
@@ -165,7 +165,7 @@ struct Tile {
 #pragma GCC unroll 16
             for (int r = 0; r < n_rows; r++) {
                 const int32_t * minus = &no_minus;
-                if constexpr (!T::adds_min) { minus = (const int32_t *)&rows[r].minus + i; }
+                if constexpr (!T::adds_min) { minus = rows[r].minus + i; }
                 const I sum = Isa::template sum_of<n_vectors, T::n_dots, T::template is_signed<Isa>>(
                     w + i * n_vectors, rows[r].qs + 16 * i, minus);
                 sums[r] = Isa::fma(Isa::to_float(sum), scale * Isa::broadcast(rows[r].d), sums[r]);
@@ -193,6 +193,7 @@ struct Tile {
             if constexpr (T::template is_wide<Isa>) {
                 sums[r] = Isa::template wide_sum<n_vectors, T::n_minus>(sums[r], w, rows[r].qs + at, minus, scale);
             } else {
+                static_assert(T::n_minus == 0 || n_vectors == 4);
 #pragma GCC unroll 2
                 for (int j = 0; j < n_vectors; j += 4) {
                     const int8_t * x = rows[r].qs + at + 4 * j;

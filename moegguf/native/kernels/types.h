@@ -17,7 +17,7 @@ namespace moegguf::kernels {
 // An activation block: 32 values (int8) with a scale.
 struct Row32 {
     int8_t qs[32];
-    int32_t minus; // sum of the values, times -T::offset
+    int32_t minus[1]; // sum of the values, times -T::offset
     float d;
 };
 
