@@ -40,10 +40,10 @@ class ControllerChoice:
     prefetch: bool = False
 
 
-# The choices for a model without a measurement. UNMEASURED is for one sequence at a
-# time. It had the best results in replays of the demo model's routing, of the routing
-# of random weights, and of synthetic routing that imitates published expert reuse. In a
-# live run the watchdog switches prefetching off when it does not save enough time.
+# The choices for a model without a measurement. UNMEASURED had the best results in
+# replays of the demo model's routing, of the routing of random weights, and of
+# synthetic routing that imitates published expert reuse. In a live run the watchdog
+# switches prefetching off when it does not save enough time.
 UNMEASURED = ControllerChoice("next-use", prefetch=True)
 UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 

@@ -114,7 +114,6 @@ class LiveController:
     session: Session
     artifacts: Artifacts
     options: ControllerOptions
-    n_sequences: int  # number of sequences that the context holds
 
     def __post_init__(self) -> None:
         """Chooses the policy and the predictor, and starts listening if necessary."""
@@ -234,13 +233,9 @@ class LiveController:
             )
         elif (
             plain
-            or self.n_sequences > 1
             or options.predictor is not None
             or options.prefetch is False
         ):
-            # Decoding with several sequences was slower with trials of prefetching than
-            # without prefetching (medians in `docs/evidence/batches.md`, "Strategies by
-            # batch size").
             found = UNMEASURED_WITHOUT_PREDICTIONS
         else:
             found = UNMEASURED

@@ -198,9 +198,7 @@ class Loader:
             return
 
         def decide() -> None:
-            self.controller = LiveController(
-                session, self._artifacts, options, self.n_seq_max
-            )
+            self.controller = LiveController(session, self._artifacts, options)
 
         with ThreadPoolExecutor(1, "moegguf-controller") as beside:
             self._deciding = beside.submit(decide)
