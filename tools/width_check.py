@@ -386,9 +386,18 @@ class Graph:
     ) -> Array:
         """Computes a node with contiguous memory and returns its values [shape]."""
         self.prepare(node)()
+        return self.values(node, shape, dtype)
+
+    def values(
+        self, tensor: c.c_void_p, shape: Sequence[int], dtype: type = np.float32
+    ) -> Array:
+        """Returns the values [shape] at the beginning of a tensor's memory."""
         out: Array = np.empty(shape, dtype)
         self._base.ggml_backend_tensor_get(
-            node, out.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(out.nbytes)
+            tensor,
+            out.ctypes.data_as(c.c_void_p),
+            c.c_size_t(0),
+            c.c_size_t(out.nbytes),
         )
         return out
 
