@@ -78,6 +78,7 @@ $(VENV)/.lint: $(READY)
 
 lint: $(VENV)/.lint
 	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check --quiet .
 	@$(VENV)/bin/mypy
 	@$(PY) tools/size.py
 	@$(PY) -m tools.prose

@@ -231,11 +231,7 @@ class LiveController:
                 if plain
                 else measured.predictors.get(str(options.policy), "none")
             )
-        elif (
-            plain
-            or options.predictor is not None
-            or options.prefetch is False
-        ):
+        elif plain or options.predictor is not None or options.prefetch is False:
             found = UNMEASURED_WITHOUT_PREDICTIONS
         else:
             found = UNMEASURED
