@@ -118,9 +118,14 @@ def test_replay_of_a_recorded_batch_has_its_counters(
 
 @pytest.mark.parametrize(
     ("options", "policy", "predictor"),
-    [({"n_seq_max": 2}, "next-use", "skip"), ({}, "next-use", "skip"), ({"n_seq_max": 2, "prefetch": False}, "next-use", "none"),
-     ({"policy": "slru"}, "slru", "none"), ({"n_seq_max": 2, "strategy": "lru"}, "lru", "none")],
-)  # fmt: skip
+    [
+        ({"n_seq_max": 2}, "next-use", "skip"),
+        ({}, "next-use", "skip"),
+        ({"n_seq_max": 2, "prefetch": False}, "next-use", "none"),
+        ({"policy": "slru"}, "slru", "none"),
+        ({"n_seq_max": 2, "strategy": "lru"}, "lru", "none"),
+    ],
+)
 def test_an_unmeasured_model_uses_next_use_and_prefetches(
     tiny: TinyModel, options: dict[str, Any], policy: str, predictor: str
 ) -> None:
