@@ -43,7 +43,8 @@ class ControllerChoice:
 # The choices for a model without a measurement. UNMEASURED had the best results in
 # replays of the demo model's routing, of the routing of random weights, and of
 # synthetic routing that imitates published expert reuse. In a live run the watchdog
-# switches prefetching off when it does not save enough time.
+# switches prefetching off when it does not save enough time. The second choice
+# is for loads whose options name a predictor or switch prefetching off.
 UNMEASURED = ControllerChoice("next-use", prefetch=True)
 UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 
