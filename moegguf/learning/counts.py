@@ -91,19 +91,21 @@ def count_tokens(trace: Trace, most_tokens: int = MOST_TOKENS) -> Weights:
     there are more than `most_tokens` token ids, only the smallest ids are kept."""
     shape = trace.shape
     all_tokens = trace.tokens
-    known = (all_tokens >= 0) & (all_tokens < shape.n_vocab)
+    known = all_tokens >= 0
+    known &= all_tokens < shape.n_vocab
     tokens = np.unique(all_tokens[known])[:most_tokens]
     kept = np.isin(all_tokens, tokens)
     entries = np.searchsorted(tokens, all_tokens[kept])
-    n_entry = len(tokens)
+    size = len(tokens), shape.n_expert
     by_layer = []
     for hot in choices_by_layer(trace):
-        sums = np.zeros((n_entry, shape.n_expert), np.float32)
+        sums = np.zeros(size, np.float32)
         np.add.at(sums, entries, hot[kept])
         limited = np.minimum(sums, MAX_COUNT)
         by_layer.append(limited.astype(np.uint16))
     counts = np.stack(by_layer, axis=1)
-    return Weights({"tokens": tokens.astype(np.int32), "counts": counts})
+    tokens = tokens.astype(np.int32)
+    return Weights({"tokens": tokens, "counts": counts})
 
 
 def _popularity(trace: Trace) -> Weights:
@@ -127,11 +129,13 @@ trace}"""
 def collect(trace: Trace, eamc: Eamc) -> None:
     """Adds each request's counts of decoded tokens to MoE-Infinity's collection. Skips
     a request if the collection already has an entry with equal counts."""
-    rows = list(trace.shape.layers)
+    shape = trace.shape
+    rows = list(shape.layers)
     answers = trace.decode()
     for sequence in answers.sequences():
-        ream = np.zeros(trace.shape.table, np.float32)
-        ream[rows] = count_choices(answers.select([sequence]))
+        answer = answers.select([sequence])
+        ream = np.zeros(shape.table, np.float32)
+        ream[rows] = count_choices(answer)
         is_equal = eamc.state == ream
         equal_entries = is_equal.all(axis=(1, 2))
         if not equal_entries.any():

@@ -11,11 +11,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from numpy.random import default_rng
 
 from moegguf.controller.predictors.networks import HIDDEN_SIZES, state_size
 from moegguf.controller.weights import Weights
 from moegguf.learning.counts import count_affinity, count_popularity, multi_hot
 from moegguf.learning.feed_forward import (
+    Examples,
     FeedForward,
     FeedForwardTrainee,
     Indices,
@@ -28,7 +30,7 @@ from moegguf.learning.fitting import (
     fit,
     no_report,
 )
-from moegguf.learning.gradients import Floats, Integers
+from moegguf.learning.gradients import Integers
 from moegguf.learning.splitting import validation_tokens
 from moegguf.native.events import Float32s
 from moegguf.trace.trace import Trace
@@ -57,7 +59,7 @@ def train(trace: Trace, options: Options, report: Report = no_report) -> Weights
     `layers.<i>.{weight,bias}`."""
     popularity = count_popularity(trace)
     affinity = count_affinity(trace, popularity)
-    rng = np.random.default_rng(options.seed)
+    rng = default_rng(options.seed)
     shape = trace.shape
     sizes = state_size(shape), *options.hidden, shape.n_expert
     network = FeedForward(sizes, rng, options.dropout, norms=True)
@@ -67,7 +69,8 @@ def train(trace: Trace, options: Options, report: Report = no_report) -> Weights
     )
     fitted = fit(trainee, options, report)
     arrays = {"popularity": popularity, "affinity": affinity}
-    for i, (weight, bias) in enumerate(network.matrices()):
+    for i, layer in enumerate(network.matrices()):
+        weight, bias = layer
         arrays[f"layers.{i}.weight"] = weight.astype(np.float16)
         arrays[f"layers.{i}.bias"] = bias.astype(np.float16)
     return Weights(arrays, asdict(options) | fitted.facts)
@@ -85,12 +88,13 @@ def _samples(
     rows, tokens = np.nonzero(computed[1:])
     rows += 1
 
-    def read(numbers: Indices) -> tuple[Floats, Floats]:
+    def read(numbers: Indices) -> Examples:
         row = rows[numbers]
         of_tokens = ids[:, tokens[numbers]]
         of_tokens = of_tokens.transpose(1, 0, 2)
         inputs = states(popularity, affinity, of_tokens, row)
-        chosen = of_tokens[np.arange(len(numbers)), row]
+        each = np.arange(len(numbers))
+        chosen = of_tokens[each, row]
         hot = multi_hot(chosen, trace.shape.n_expert)
         return inputs, hot.astype(np.float32)
 
@@ -110,14 +114,19 @@ def states(
     """
     n_layer, n_expert = popularity.shape
     n, _, k = expert_ids.shape
-    before = np.zeros((n, n_layer - 1, k), np.float32)
-    known = min(n_layer - 1, expert_ids.shape[1])
+    n_before = n_layer - 1
+    size = n, n_before, k
+    before = np.zeros(size, np.float32)
+    known = min(n_before, expert_ids.shape[1])
     before[:, :known] = expert_ids[:, :known] + 1
     row_of = rows[:, np.newaxis]
-    before[np.arange(n_layer - 1) >= row_of] = 0
+    is_later = np.arange(n_before) >= row_of
+    before[is_later] = 0
     before /= np.float32(n_expert)
-    last = expert_ids[np.arange(n), rows - 1]
-    a = affinity[row_of - 1, last]
+    each = np.arange(n)
+    last = expert_ids[each, rows - 1]
     h = before.reshape(n, -1)
+    p = popularity[rows]
+    a = affinity[row_of - 1, last]
     a = a.reshape(n, -1)
-    return np.concatenate([h, popularity[rows], a], axis=1)
+    return np.concatenate([h, p, a], axis=1)

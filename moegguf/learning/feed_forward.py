@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.random import Generator
 
 from moegguf.learning.fitting import Batch, Trainee, accuracy
 from moegguf.learning.gradients import Floats, Node, einsum, relu, standardize
@@ -20,7 +21,9 @@ MOST_VALIDATION = 8192
 VALIDATION_BATCH = 2048
 
 Indices = Int64s
+Examples = tuple[Floats, Floats]  # inputs (m, n_in) and choices (m, n_expert), 0 or 1
 Layer = tuple[Node, Node]  # a matrix (n_in, n_out) and a bias (n_out,)
+Matrix = tuple[Floats, Floats]  # a matrix (n_out, n_in) and a bias (n_out,)
 # A function of the output of a layer and the layer's number. It computes the input of
 # the next layer.
 Between = Callable[[Node, int], Node]
@@ -33,16 +36,16 @@ class Samples:
 
     # (n,) True: the sample is only used to measure the accuracy after each epoch.
     validation: Bools
-    # Function of m sample numbers; returns inputs (m, n_in) and choices (m, n_expert),
-    # 0 or 1
-    read: Callable[[Indices], tuple[Floats, Floats]]
+    # Function of m sample numbers; returns their inputs and choices.
+    read: Callable[[Indices], Examples]
 
 
 def dense(x: Node, layers: Sequence[Layer], between: Between) -> Node:
     """Returns the outputs (n, n_out) of dense layers for inputs `x` (n, n_in)."""
-    for i, (weight, bias) in enumerate(layers):
+    for i, layer in enumerate(layers):
         if i > 0:
             x = between(x, i - 1)
+        weight, bias = layer
         x = einsum("ni,io->no", x, weight) + bias
     return x
 
@@ -63,23 +66,27 @@ class BatchNorm:
     def __call__(self, x: Node) -> Node:
         """Returns x (n_samples, n) after the norm in a training step, and updates the
         running means and variances."""
-        n = len(x.value)
+        values = x.value
+        n = len(values)
         unbias = n / max(1, n - 1)
-        mean = x.value.mean(axis=0)
-        variance = x.value.var(axis=0) * unbias
-        for running, found in ((self.mean, mean), (self.variance, variance)):
-            change = np.float32(MOMENTUM) * (found - running.value)
+        mean = values.mean(axis=0)
+        variance = values.var(axis=0) * unbias
+        updates = (self.mean, mean), (self.variance, variance)
+        for running, found in updates:
+            distance = found - running.value
+            change = np.float32(MOMENTUM) * distance
             running.value = running.value + change
         normed = standardize(x, NORM_EPS)
         return normed * self.gain + self.bias
 
-    def fold(self, weight: Floats, bias: Floats) -> tuple[Floats, Floats]:
+    def fold(self, weight: Floats, bias: Floats) -> Matrix:
         """Returns the matrix and bias of a layer that computes both the given layer and
         this norm of the layer's output."""
         spread = np.sqrt(self.variance.value + NORM_EPS)
         gain = self.gain.value / spread
         weight = weight * gain[:, np.newaxis]
-        bias = (bias - self.mean.value) * gain
+        centred = bias - self.mean.value
+        bias = centred * gain
         return weight, bias + self.bias.value
 
 
@@ -94,7 +101,7 @@ class FeedForward:
     def __init__(
         self,
         sizes: Sequence[int],
-        rng: np.random.Generator,
+        rng: Generator,
         dropout: float = 0.0,
         norms: bool = False,
     ) -> None:
@@ -103,14 +110,17 @@ class FeedForward:
         self._layers: list[Layer] = []
         for n_in, n_out in pairwise(sizes):
             most = 1 / np.sqrt(n_in)
-            weight = rng.uniform(-most, most, (n_in, n_out))
+            size = n_in, n_out
+            weight = rng.uniform(-most, most, size)
             bias = rng.uniform(-most, most, n_out)
             layer = (
                 Node(weight.astype(np.float32), learns=True),
                 Node(bias.astype(np.float32), learns=True),
             )
             self._layers.append(layer)
-        hidden = sizes[1:-1] if norms else ()
+        hidden = sizes[1:-1]
+        if not norms:
+            hidden = ()
         self._norms = [BatchNorm(n) for n in hidden]
         # All values that training changes.
         self.nodes: list[Node] = []
@@ -130,7 +140,7 @@ class FeedForward:
 
         return dense(Node(inputs), self._layers, between)
 
-    def matrices(self) -> list[tuple[Floats, Floats]]:
+    def matrices(self) -> list[Matrix]:
         """Returns each layer's matrix W (n_out, n_in) and bias. A batch norm that
         follows a layer is folded into them."""
         found = [(weight.value.T, bias.value) for weight, bias in self._layers]
@@ -139,20 +149,24 @@ class FeedForward:
         return found
 
 
-def logits(inputs: Floats, matrices: Sequence[tuple[Floats, Floats]]) -> Floats:
+def logits(inputs: Floats, matrices: Sequence[Matrix]) -> Floats:
     """Returns the logits (n, n_expert) of a network, given as `FeedForward.matrices`
     returns it."""
-    layers = [(Node(weight.T), Node(bias)) for weight, bias in matrices]
+    layers = []
+    for weight, bias in matrices:
+        layer = Node(weight.T), Node(bias)
+        layers.append(layer)
     found = dense(Node(inputs), layers, lambda x, i: relu(x))
     return found.value
 
 
-def dropped(x: Node, share: float, rng: np.random.Generator) -> Node:
+def dropped(x: Node, share: float, rng: Generator) -> Node:
     """Returns x after dropout: 0 for about `share` of the values. The others are
     divided by 1 - share, so the expected value stays the same."""
     if not share:
         return x
-    is_kept = rng.random(x.value.shape, np.float32) >= share
+    drawn = rng.random(x.value.shape, np.float32)
+    is_kept = drawn >= share
     factors = is_kept / np.float32(1 - share)
     return x * Node(factors)
 
@@ -186,12 +200,13 @@ class FeedForwardTrainee(Trainee):
         """The number of batches in an epoch. All batches have the same size."""
         return self._most // self._batch
 
-    def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
+    def batches(self, rng: Generator) -> Iterator[Batch]:
         """Yields the logits, loss and gradient of each batch of an epoch. The samples
         are in random order; samples that do not fill a batch are left out."""
-        n_used = self.n_batches * self._batch
+        n_batches = self.n_batches
+        n_used = n_batches * self._batch
         order = rng.permutation(self._train)[:n_used]
-        for part in order.reshape(self.n_batches, self._batch):
+        for part in order.reshape(n_batches, self._batch):
             inputs, chosen = self._samples.read(part)
             logits = self.network.training_logits(inputs)
             yield self._loss(logits, chosen)
@@ -200,11 +215,13 @@ class FeedForwardTrainee(Trainee):
         """Returns the accuracy on up to MOST_VALIDATION validation samples; 0 if there
         are none."""
         matrices = self.network.matrices()
-        n = len(self._validation)
+        validation = self._validation
+        n = len(validation)
 
         def found() -> Iterator[tuple[Floats, Floats]]:
             for start in range(0, n, VALIDATION_BATCH):
-                numbers = self._validation[start : start + VALIDATION_BATCH]
+                end = start + VALIDATION_BATCH
+                numbers = validation[start:end]
                 inputs, chosen = self._samples.read(numbers)
                 yield logits(inputs, matrices), chosen
 

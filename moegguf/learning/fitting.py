@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.random import Generator, default_rng
 
 from moegguf.learning.gradients import Floats, Node, backward, shares_of
 from moegguf.native.events import Bools
@@ -70,7 +71,7 @@ class Trainee(ABC):
         """An upper bound on the number of batches in an epoch."""
 
     @abstractmethod
-    def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
+    def batches(self, rng: Generator) -> Iterator[Batch]:
         """Yields the batches of an epoch. Each batch is computed when it is reached,
         with the parameters at that time."""
 
@@ -127,18 +128,22 @@ class AdamW:
         norm exceeds MOST_NORM."""
         self._n_steps += 1
         first, second = BETAS
-        rise = rate / (1 - first**self._n_steps)
-        unbias = 1 / (1 - second**self._n_steps)
+        n_steps = self._n_steps
+        rise = rate / (1 - first**n_steps)
+        unbias = 1 / (1 - second**n_steps)
         scale = self._clipping()
         for node, mean, square in self._parameters:
             if node.grad is None:
                 continue
             gradient = node.grad * scale
-            mean += (1 - first) * (gradient - mean)
+            change = gradient - mean
+            mean += (1 - first) * change
             gradient *= gradient
-            square += (1 - second) * (gradient - square)
+            change = gradient - square
+            square += (1 - second) * change
             node.value *= 1 - rate * self._weight_decay
-            spread = np.sqrt(square * unbias) + EPS
+            spread = np.sqrt(square * unbias)
+            spread += EPS
             node.value -= rise * mean / spread
             node.grad = None
 
@@ -159,38 +164,44 @@ def rate_at(share: float) -> float:
     rises from 0 to 1 over the first tenth, and then falls to 0 along half a cosine."""
     if share < WARM_SHARE:
         return share / WARM_SHARE
-    fallen = np.pi * (share - WARM_SHARE) / (1 - WARM_SHARE)
-    return 0.5 + 0.5 * float(np.cos(fallen))
+    angle = np.pi * (share - WARM_SHARE)
+    angle /= 1 - WARM_SHARE
+    return 0.5 + 0.5 * float(np.cos(angle))
 
 
 def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fitted:
     """Trains the network in place. Leaves the network in the state of the first epoch
     with the best validation accuracy, or, if there are no validation samples, in the
     state of the last epoch."""
-    rng = np.random.default_rng(schedule.seed)
+    rng = default_rng(schedule.seed)
     optimizer = AdamW(trainee.nodes, schedule.weight_decay)
-    n_steps = schedule.epochs * trainee.n_batches
+    epochs = schedule.epochs
+    patience = schedule.patience
+    n_steps = epochs * trainee.n_batches
     fitted = Fitted()
     if n_steps == 0:
         return fitted
     done = 0
-    for epoch in range(schedule.epochs):
+    for epoch in range(epochs):
         losses = []
         for batch in trainee.batches(rng):
             backward(batch.logits, batch.gradient)
             done += 1
-            optimizer.step(schedule.lr * rate_at(done / n_steps))
+            factor = rate_at(done / n_steps)
+            optimizer.step(schedule.lr * factor)
             losses.append(batch.loss)
-        fitted.losses.append(float(np.mean(losses)))
+        mean_loss = float(np.mean(losses))
+        fitted.losses.append(mean_loss)
         found = trainee.validate()
         # Always 0 without validation samples; the last epoch is then used.
         if found > fitted.best or fitted.best == 0:
             best_epoch = epoch
             best = [node.value.copy() for node in trainee.nodes]
         fitted.accuracies.append(found)
-        share = (epoch + 1) / schedule.epochs
+        share = (epoch + 1) / epochs
         report(f"epoch {epoch + 1}, {found:.1%} right on validation", share)
-        if schedule.patience and epoch - best_epoch >= schedule.patience:
+        n_worse = epoch - best_epoch
+        if patience and n_worse >= patience:
             break
     for node, value in zip(trainee.nodes, best, strict=True):
         node.value = value
@@ -219,7 +230,8 @@ def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
 def accuracy(batches: Iterable[tuple[Floats, Choices]]) -> float:
     """Returns ProMoE's ACCURACY over batches of (scores, chosen); 0 if no expert was
     chosen. `n_right` defines it for one batch."""
-    right = total = 0
+    right = 0
+    total = 0
     for scores, chosen in batches:
         n_hit, n_chosen = n_right(scores, chosen)
         right += n_hit
@@ -240,7 +252,8 @@ def cross_entropy(logits: Node, chosen: Floats) -> Batch:
     wanted = chosen / n_chosen
     shares = shares_of(logits.value)
     terms = wanted * np.log(shares + 1e-12)
-    loss = -terms.sum(axis=1).mean()
+    sums = terms.sum(axis=1)
+    loss = -sums.mean()
     n = np.float32(len(chosen))
     gradient = (shares - wanted) / n
     return Batch(logits, float(loss), gradient)

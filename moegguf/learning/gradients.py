@@ -45,21 +45,24 @@ class Node:
         def back(gradient: Floats) -> Gradients:
             return _summed(gradient, self), _summed(gradient, other)
 
-        return Node(self.value + other.value, (self, other), back)
+        total = self.value + other.value
+        return Node(total, (self, other), back)
 
     def __mul__(self, other: Node) -> Node:
         """Returns the product, element by element. An operand with fewer axes is
         repeated along the leading axes of the other operand."""
 
         def back(gradient: Floats) -> Gradients:
-            of_self = of_other = None
+            of_self = None
+            of_other = None
             if self.learns:
                 of_self = _summed(gradient * other.value, self)
             if other.learns:
                 of_other = _summed(gradient * self.value, other)
             return of_self, of_other
 
-        return Node(self.value * other.value, (self, other), back)
+        product = self.value * other.value
+        return Node(product, (self, other), back)
 
 
 def backward(last: Node, gradient: Floats) -> None:
@@ -68,11 +71,15 @@ def backward(last: Node, gradient: Floats) -> None:
     itself."""
     last.grad = gradient
     for node in reversed(_in_order(last)):
-        if node.back is None or node.grad is None:
+        if node.back is None:
+            continue
+        if node.grad is None:
             continue
         parts = node.back(node.grad)
         for source, part in zip(node.inputs, parts, strict=True):
-            if part is None or not source.learns:
+            if part is None:
+                continue
+            if not source.learns:
                 continue
             if source.grad is not None:
                 part = source.grad + part
@@ -86,7 +93,9 @@ def _in_order(last: Node) -> list[Node]:
     seen: set[int] = set()
 
     def visit(node: Node) -> None:
-        if id(node) in seen or not node.learns:
+        if id(node) in seen:
+            return
+        if not node.learns:
             return
         seen.add(id(node))
         for source in node.inputs:
@@ -114,11 +123,14 @@ def einsum(axes: str, a: Node, b: Node) -> Node:
     of_a, of_b, of_result = re.split(",|->", axes)
 
     def back(gradient: Floats) -> Gradients:
-        to_a = to_b = None
+        to_a = None
+        to_b = None
         if a.learns:
-            to_a = _contracted(f"{of_result},{of_b}->{of_a}", gradient, b.value)
+            axes_a = f"{of_result},{of_b}->{of_a}"
+            to_a = _contracted(axes_a, gradient, b.value)
         if b.learns:
-            to_b = _contracted(f"{of_a},{of_result}->{of_b}", a.value, gradient)
+            axes_b = f"{of_a},{of_result}->{of_b}"
+            to_b = _contracted(axes_b, a.value, gradient)
         return to_a, to_b
 
     found = _contracted(axes, a.value, b.value)
@@ -145,7 +157,8 @@ def relu(x: Node) -> Node:
     def back(gradient: Floats) -> Gradients:
         return (gradient * positive,)
 
-    return Node(x.value * positive, (x,), back)
+    kept = x.value * positive
+    return Node(kept, (x,), back)
 
 
 def softmax(x: Node) -> Node:
@@ -155,7 +168,8 @@ def softmax(x: Node) -> Node:
     def back(gradient: Floats) -> Gradients:
         products = gradient * shares
         mean = products.sum(axis=-1, keepdims=True)
-        return (shares * (gradient - mean),)
+        centred = gradient - mean
+        return (shares * centred,)
 
     return Node(shares, (x,), back)
 
@@ -170,15 +184,17 @@ def shares_of(x: Floats) -> Floats:
 def rms_norm(x: Node, eps: float) -> Node:
     """Returns x divided by its root mean square along the last axis: T5's norm without
     its gain."""
-    squares = x.value * x.value
+    values = x.value
+    squares = values * values
     mean_square = squares.mean(axis=-1, keepdims=True)
     scale = 1 / np.sqrt(mean_square + eps)
-    normed = x.value * scale
+    normed = values * scale
 
     def back(gradient: Floats) -> Gradients:
         products = gradient * normed
         along = products.mean(axis=-1, keepdims=True)
-        return (scale * (gradient - normed * along),)
+        across = gradient - normed * along
+        return (scale * across,)
 
     return Node(normed, (x,), back)
 
@@ -186,16 +202,18 @@ def rms_norm(x: Node, eps: float) -> Node:
 def standardize(x: Node, eps: float) -> Node:
     """Returns x (n, n_value) with mean 0 and variance 1 in each column: a batch norm
     without its gain and bias."""
-    variance = x.value.var(axis=0)
+    values = x.value
+    variance = values.var(axis=0)
     scale = 1 / np.sqrt(variance + eps)
-    centred = x.value - x.value.mean(axis=0)
+    centred = values - values.mean(axis=0)
     normed = centred * scale
 
     def back(gradient: Floats) -> Gradients:
         products = gradient * normed
         along = products.mean(axis=0)
         without_mean = gradient - gradient.mean(axis=0)
-        return (scale * (without_mean - normed * along),)
+        across = without_mean - normed * along
+        return (scale * across,)
 
     return Node(normed, (x,), back)
 

@@ -228,8 +228,10 @@ class Learning:
         """Replays the held-out requests with a strategy. Returns the results as facts
         for the strategy's files."""
         own = str(strategy.predictor)
-        shape = self.training.shape
-        predictor = self._predictor(own, learned[own])
+        of_own = learned[own]
+        training = self.training
+        shape = training.shape
+        predictor = self._predictor(own, of_own)
         found = self._replay(strategy, predictor)
         by_popularity = self._replay(
             strategy, LEARNED["popularity"](shape, self._popularity)
@@ -240,15 +242,15 @@ class Learning:
             ).decode_hit_rate
         facts = {
             "strategy": strategy.name,
-            "requests": len(self.training.sequences()),
-            "tokens": self.training.n_tokens,
+            "requests": len(training.sequences()),
+            "tokens": training.n_tokens,
             "right": _right(found),
             "popularity": _right(by_popularity),
             "hits": round(found.decode_hit_rate, 4),
             "lru": round(self._lru, 4),
         }
         if own == MLP:
-            facts |= self._beside_skip(learned[own])
+            facts |= self._beside_skip(of_own)
         return facts
 
     def _beside_skip(self, learned: Weights) -> dict[str, float]:
@@ -277,18 +279,20 @@ class Learning:
 
     def _replay(self, strategy: Strategy, predictor: Predictor) -> SimResult:
         shape = self.judged.shape
+        prefetch = strategy.prefetch
+        if not isinstance(prefetch, PrefetchOptions):
+            prefetch = None
+        layer_s = LAYER_US / 1e6
         options = SimOptions(
-            strategy.prefetch
-            if isinstance(strategy.prefetch, PrefetchOptions)
-            else None,
-            link_bytes_per_s=LAYER_EXPERTS * shape.expert_bytes / (LAYER_US / 1e6),
+            prefetch,
+            link_bytes_per_s=LAYER_EXPERTS * shape.expert_bytes / layer_s,
             layer_compute_us=LAYER_US,
             store=strategy.store,
         )
         policy = make_policy(strategy.policy, shape, self.artifacts)
-        return Simulation(
-            self.judged, policy, predictor, slots_of(shape, JUDGED_SHARE), options
-        ).run()
+        n_slots = slots_of(shape, JUDGED_SHARE)
+        simulation = Simulation(self.judged, policy, predictor, n_slots, options)
+        return simulation.run()
 
 
 def _right(result: SimResult) -> float:

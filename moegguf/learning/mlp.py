@@ -13,12 +13,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy as np
+from numpy.random import default_rng
 
 from moegguf.controller.predictors.networks import window_pairs
 from moegguf.controller.weights import Weights
 from moegguf.errors import OptionError
 from moegguf.learning.counts import choices
 from moegguf.learning.feed_forward import (
+    Examples,
     FeedForward,
     FeedForwardTrainee,
     Indices,
@@ -63,43 +65,52 @@ def train(trace: Trace, options: Options, report: Report = no_report) -> Weights
             "the trace must hold the routers' inputs, but does not; record it with `moegguf trace record --inputs`."
         )
     validation = validation_tokens(trace, options.seed)
-    row_of = trace.shape.row_of
-    pairs = window_pairs(trace.shape, options.windows)
+    shape = trace.shape
+    row_of = shape.row_of
+    pairs = window_pairs(shape, options.windows)
     arrays: dict[str, Floats] = {}
     courses: list[Fitted] = []
-    for number, (source, target) in enumerate(pairs):
+    n_pairs = len(pairs)
+    for number, pair in enumerate(pairs):
+        source, target = pair
         name = f"{source}.{target}"
         pair_name = f"layer {source} to {target}"
-        report_pair = partial(_report_part, report, pair_name, number, len(pairs))
+        report_pair = partial(_report_pair, report, pair_name, number, n_pairs)
         row = row_of[source]
         of_target = row_of[target]
         computed = trace.expert_ids[[row, of_target], :, 0] >= 0
         known = np.flatnonzero(computed.all(axis=0))
         inputs = trace.inputs[row, known]
+        inputs = inputs.astype(np.float32)
         chosen = choices(trace, of_target)[known]
-        pair, fitted = train_pair(
-            inputs.astype(np.float32), chosen, validation[known], options, report_pair
+        learned, fitted = train_pair(
+            inputs, chosen, validation[known], options, report_pair
         )
         courses.append(fitted)
-        arrays |= {f"{name}.{part}": array for part, array in pair.items()}
+        for part, array in learned.items():
+            arrays[f"{name}.{part}"] = array
     best = [course.best for course in courses]
-    mean = float(np.mean(best)) if courses else 0.0
+    mean = 0.0
+    if courses:
+        mean = float(np.mean(best))
     curve = _mean_curve(courses)
     facts = {"validation": round(mean, 4), "curve": curve}
     return Weights(arrays, asdict(options) | facts)
 
 
-def _report_part(
-    report: Report, name: str, number: int, n: int, step: str, share: float
+def _report_pair(
+    report: Report, pair_name: str, number: int, n_pairs: int, step: str, share: float
 ) -> None:
-    """Reports a step of part `number` of `n` parts. `share` of this part is done."""
-    report(f"{name}, {step}", (number + share) / n)
+    """Reports a step of the training of pair `number` of `n_pairs` pairs. `share` of
+    this pair's training is done."""
+    report(f"{pair_name}, {step}", (number + share) / n_pairs)
 
 
 def _mean_curve(courses: Sequence[Fitted]) -> list[float]:
     """Returns the validation accuracy after each epoch, averaged over the networks. A
     network that stopped early contributes its last accuracy."""
-    longest = max((course.epochs for course in courses), default=0)
+    epochs = [course.epochs for course in courses]
+    longest = max(epochs, default=0)
     rows = []
     for course in courses:
         n_left = longest - course.epochs
@@ -125,18 +136,21 @@ def train_pair(
     tiny = np.finfo(np.float32).tiny
     least = LEAST_SPREAD * spread.mean() + tiny
     spread = np.maximum(spread, least)
-    scaled = (inputs - mean) / spread
-    rng = np.random.default_rng(options.seed)
+    centred = inputs - mean
+    scaled = centred / spread
+    rng = default_rng(options.seed)
     sizes = inputs.shape[1], options.n_hidden, chosen.shape[1]
     network = FeedForward(sizes, rng)
 
-    def read(numbers: Indices) -> tuple[Floats, Floats]:
+    def read(numbers: Indices) -> Examples:
         return scaled[numbers], chosen[numbers]
 
     samples = Samples(validation, read)
     trainee = FeedForwardTrainee(network, samples, cross_entropy, options.batch)
     fitted = fit(trainee, options, report)
-    (hidden, hidden_bias), (out, out_bias) = network.matrices()
+    first, second = network.matrices()
+    hidden, hidden_bias = first
+    out, out_bias = second
     hidden = hidden / spread
     arrays = {
         "hidden.weight": hidden,
@@ -144,5 +158,7 @@ def train_pair(
         "out.weight": out,
         "out.bias": out_bias,
     }
-    rounded = {name: array.astype(np.float16) for name, array in arrays.items()}
+    rounded = {}
+    for name, array in arrays.items():
+        rounded[name] = array.astype(np.float16)
     return rounded, fitted

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from numpy.random import Generator, default_rng
 
 from moegguf.controller.predictors.routing_path import NORM_EPS
 from moegguf.controller.weights import Weights
@@ -89,30 +90,34 @@ def array_sizes(
     """Returns the size of each of the network's arrays. The embedding has a row for
     each of `n_tokens` token ids."""
     n_embd = options.n_embd
-    n_embd_head = n_embd // options.n_head
-    matrix = n_embd, options.n_head, n_embd_head
+    n_head = options.n_head
+    n_ff = options.n_ff
+    n_embd_head = n_embd // n_head
+    matrix = n_embd, n_head, n_embd_head
+    up = n_embd, n_ff
+    down = n_ff, n_embd
+    norm = (n_embd,)
     attention = {
-        "norm": (n_embd,),
+        "norm": norm,
         "q": matrix,
         "k": matrix,
         "v": matrix,
-        "out": (options.n_head, n_embd_head, n_embd),
+        "out": (n_head, n_embd_head, n_embd),
     }
-    feed = {
-        "norm": (n_embd,),
-        "up": (n_embd, options.n_ff),
-        "down": (options.n_ff, n_embd),
-    }
+    feed = {"norm": norm, "up": up, "down": down}
     encoder = {"self": attention, "feed": feed}
     decoder = {"self": attention, "cross": attention, "feed": feed}
-    blocks = {f"encoder.{i}": encoder for i in range(options.n_encoder)}
-    blocks |= {f"decoder.{i}": decoder for i in range(options.n_decoder)}
+    blocks = {}
+    for i in range(options.n_encoder):
+        blocks[f"encoder.{i}"] = encoder
+    for i in range(options.n_decoder):
+        blocks[f"decoder.{i}"] = decoder
     return {
         "embedding": (n_tokens, n_embd),
         "window": (options.window, n_embd),
         "chunk": (options.chunk, n_embd),
-        "memory_norm": (n_embd,),
-        "output_norm": (n_embd,),
+        "memory_norm": norm,
+        "output_norm": norm,
         "heads.weight": (n_embd, n_moe_layer, n_expert),
         "heads.bias": (n_moe_layer, n_expert),
         **{
@@ -125,7 +130,7 @@ def array_sizes(
 
 
 def first_array(
-    name: str, size: tuple[int, ...], options: Options, rng: np.random.Generator
+    name: str, size: tuple[int, ...], options: Options, rng: Generator
 ) -> Floats:
     """Returns an array from which the training starts. The gain of a norm is 1. Other
     arrays are random and normal. A matrix's output has about GAINS times the standard
@@ -136,7 +141,9 @@ def first_array(
     if kind in POSITIONS:
         spread = POSITION_GAIN
     else:
-        n_in = options.n_ff if kind == "down" else options.n_embd
+        n_in = options.n_embd
+        if kind == "down":
+            n_in = options.n_ff
         spread = GAINS.get(kind, 1.0) / np.sqrt(n_in)
     return spread * rng.standard_normal(size)
 
@@ -147,7 +154,7 @@ class PathModel:
     token ids in the samples."""
 
     def __init__(
-        self, arrays: Mapping[str, Floats], options: Options, rng: np.random.Generator
+        self, arrays: Mapping[str, Floats], options: Options, rng: Generator
     ) -> None:
         self.parameters = {
             name: Node(array.astype(np.float32), learns=True)
@@ -159,25 +166,35 @@ class PathModel:
     def logits(self, windows: Integers, chunks: Integers, training: bool) -> Node:
         """Returns logits (n, n_token, n_moe_layer, n_expert) for n samples: `windows`
         (n, window), and the first tokens of their `chunks` (n, n_token)."""
-        share = self._options.dropout if training else 0.0
+        options = self._options
+        share = 0.0
+        if training:
+            share = options.dropout
 
         def drop(x: Node) -> Node:
             return dropped(x, share, self._rng)
 
         parameters = self.parameters
         embedding = parameters["embedding"]
-        x = drop(rows_of(embedding, windows) + parameters["window"])
-        for i in range(self._options.n_encoder):
-            x = x + drop(self._attend(f"encoder.{i}.self", x))
-            x = x + drop(self._feed_forward(f"encoder.{i}.feed", x))
+        tokens = rows_of(embedding, windows)
+        x = drop(tokens + parameters["window"])
+        for i in range(options.n_encoder):
+            attended = self._attend(f"encoder.{i}.self", x)
+            x += drop(attended)
+            fed = self._feed_forward(f"encoder.{i}.feed", x)
+            x += drop(fed)
         memory = drop(self._norm("memory_norm", x))
         n_token = chunks.shape[1]
         positions = rows_of(parameters["chunk"], np.arange(n_token))
-        x = drop(rows_of(embedding, chunks) + positions)
-        for i in range(self._options.n_decoder):
-            x = x + drop(self._attend(f"decoder.{i}.self", x, causal=True))
-            x = x + drop(self._attend(f"decoder.{i}.cross", x, memory))
-            x = x + drop(self._feed_forward(f"decoder.{i}.feed", x))
+        tokens = rows_of(embedding, chunks)
+        x = drop(tokens + positions)
+        for i in range(options.n_decoder):
+            attended = self._attend(f"decoder.{i}.self", x, causal=True)
+            x += drop(attended)
+            attended = self._attend(f"decoder.{i}.cross", x, memory)
+            x += drop(attended)
+            fed = self._feed_forward(f"decoder.{i}.feed", x)
+            x += drop(fed)
         x = drop(self._norm("output_norm", x))
         found = einsum("nti,ilo->ntlo", x, parameters["heads.weight"])
         return found + parameters["heads.bias"]
@@ -197,14 +214,17 @@ class PathModel:
         v = self._heads(f"{name}.v", memory)
         n_embd_head = q.value.shape[-1]
         scale = np.array(n_embd_head**-0.5, np.float32)
-        scores = einsum("nhtd,nhsd->nhts", q * Node(scale), k)
+        scaled = q * Node(scale)
+        scores = einsum("nhtd,nhsd->nhts", scaled, k)
         if causal:
             n_token = x.value.shape[1]
             masked = np.full((n_token, n_token), MASKED)
             later = np.triu(masked, 1)
-            scores = scores + Node(later)
-        mixed = einsum("nhts,nhsd->nhtd", softmax(scores), v)
-        return einsum("nhtd,hdi->nti", mixed, self.parameters[f"{name}.out"])
+            scores += Node(later)
+        shares = softmax(scores)
+        mixed = einsum("nhts,nhsd->nhtd", shares, v)
+        out = self.parameters[f"{name}.out"]
+        return einsum("nhtd,hdi->nti", mixed, out)
 
     def _heads(self, name: str, x: Node) -> Node:
         """Returns x times a matrix, split by head: (n, n_head, n_token,
@@ -213,9 +233,10 @@ class PathModel:
 
     def _feed_forward(self, name: str, x: Node) -> Node:
         x = self._norm(f"{name}.norm", x)
-        up = einsum("nti,if->ntf", x, self.parameters[f"{name}.up"])
-        hidden = relu(up)
-        return einsum("ntf,fi->nti", hidden, self.parameters[f"{name}.down"])
+        up = self.parameters[f"{name}.up"]
+        down = self.parameters[f"{name}.down"]
+        hidden = relu(einsum("nti,if->ntf", x, up))
+        return einsum("ntf,fi->nti", hidden, down)
 
 
 def logit(share: Floats) -> Floats:
@@ -248,7 +269,7 @@ class Samples:
         self.chunk = chunk
         sequence_of = trace.sequence_of
         unknown = sequence_of[trace.tokens < 0].tolist()
-        self.spans: dict[int, tuple[int, int]] = {}
+        spans: dict[int, tuple[int, int]] = {}
         places = []
         end = -chunk
         for sequence in trace.sequences():
@@ -258,13 +279,14 @@ class Samples:
             places.append(place)
             start = end + chunk + window
             end = start + len(place)
-            self.spans[sequence] = start, end
-        if not self.spans:
+            spans[sequence] = start, end
+        if not spans:
             raise OptionError(
                 "the trace must have requests whose tokens are all known, but has none; record it with `moegguf trace"
                 " record`, or import files that hold token ids."
             )
-        here = self.tokens_of(self.spans)
+        self.spans = spans
+        here = self.tokens_of(spans)
         there = np.concatenate(places)
         n = end + chunk
         shape = trace.shape
@@ -294,7 +316,7 @@ class Samples:
         return n_uses / n_tokens[:, np.newaxis]
 
     def first_guess(
-        self, places: Integers, n_embd: int, rng: np.random.Generator
+        self, places: Integers, n_embd: int, rng: Generator
     ) -> dict[str, Floats]:
         """Returns the embedding and the heads with which the training starts.
 
@@ -311,8 +333,10 @@ class Samples:
             token = self.tokens[place]
             uses[token] += self.paths[place]
             count[token, :, 0] += self.known[place]
-        popularity = self.popularity(places).astype(np.float32)
-        share = (uses + PRIOR_TOKENS * popularity) / (count + PRIOR_TOKENS)
+        popularity = self.popularity(places)
+        popularity = popularity.astype(np.float32)
+        share = uses + PRIOR_TOKENS * popularity
+        share /= count + PRIOR_TOKENS
         bias = logit(popularity)
         excess = logit(share) - bias
         excess = excess.reshape(n_seen, -1)
@@ -320,7 +344,8 @@ class Samples:
         u, s, vt = largest_singular(excess, n, rng)
         rows = u * s
         mean_square = np.mean(rows**2)
-        spread = max(float(np.sqrt(mean_square)), MIN_SHARE)
+        deviation = float(np.sqrt(mean_square))
+        spread = max(deviation, MIN_SHARE)
         embedding = np.zeros((n_seen, n_embd), np.float32)
         embedding[:, :n] = rows / spread
         heads = np.zeros((n_embd, *size), np.float32)
@@ -328,13 +353,14 @@ class Samples:
         heads[:n] = columns.reshape(-1, *size)
         return {"embedding": embedding, "heads.weight": heads, "heads.bias": bias}
 
-    def firsts(self, sequences: list[int], rng: np.random.Generator) -> Integers:
+    def firsts(self, sequences: list[int], rng: Generator) -> Integers:
         """Returns the positions at which the chunks of these requests begin. Each
         request is cut into chunks at a random offset."""
         cuts = [np.zeros(0, np.int64)]
         for sequence in sequences:
             start, end = self.spans[sequence]
-            first = start - int(rng.integers(self.chunk))
+            n_skipped = int(rng.integers(self.chunk))
+            first = start - n_skipped
             cut = np.arange(first, end, self.chunk)
             cuts.append(np.maximum(cut, start))
         return np.concatenate(cuts)
@@ -345,16 +371,13 @@ class PathTrainee(Trainee):
     only to measure the accuracy after each epoch, not for training."""
 
     def __init__(
-        self,
-        samples: Samples,
-        validation: list[int],
-        options: Options,
-        rng: np.random.Generator,
+        self, samples: Samples, validation: list[int], options: Options, rng: Generator
     ) -> None:
-        self._training = [
+        training = [
             sequence for sequence in samples.spans if sequence not in validation
         ]
-        places = samples.tokens_of(self._training)
+        self._training = training
+        places = samples.tokens_of(training)
         guess = samples.first_guess(places, options.n_embd, rng)
         n_moe_layer, n_expert = samples.paths.shape[1:]
         sizes = array_sizes(options, len(samples.seen), n_moe_layer, n_expert)
@@ -363,23 +386,25 @@ class PathTrainee(Trainee):
             for name, size in sizes.items()
             if name not in guess
         }
-        self.model = PathModel(arrays | guess, options, rng)
-        self.nodes = list(self.model.parameters.values())
+        model = PathModel(arrays | guess, options, rng)
+        self.model = model
+        self.nodes = list(model.parameters.values())
         self._samples = samples
         self._batch = options.batch
-        own = np.random.default_rng(options.seed)
+        own = default_rng(options.seed)
         self._validation = samples.firsts(validation, own)
 
     @property
     def n_batches(self) -> int:
         """An upper bound on the number of batches in an epoch."""
+        samples = self._samples
         n_chunks = 0
         for sequence in self._training:
-            start, end = self._samples.spans[sequence]
-            n_chunks += 1 - (start - end) // self._samples.chunk
+            start, end = samples.spans[sequence]
+            n_chunks += 1 - (start - end) // samples.chunk
         return n_chunks // self._batch + 1
 
-    def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
+    def batches(self, rng: Generator) -> Iterator[Batch]:
         """Yields batches of chunks in random order."""
         firsts = self._samples.firsts(self._training, rng)
         firsts = rng.permutation(firsts)
@@ -392,13 +417,15 @@ class PathTrainee(Trainee):
         """Yields (logits, experts used, known) for each batch of chunks. `known` is
         True where a layer was computed for a token."""
         samples = self._samples
+        window = samples.window
         for start in range(0, len(firsts), self._batch):
             first = firsts[start : start + self._batch]
             first = first[:, np.newaxis]
             here = first + np.arange(samples.chunk)
-            before = first - samples.window + np.arange(samples.window)
+            before = first - window + np.arange(window)
             windows = samples.tokens[before]
-            logits = self.model.logits(windows, samples.tokens[here], training)
+            chunks = samples.tokens[here]
+            logits = self.model.logits(windows, chunks, training)
             yield logits, samples.paths[here], samples.known[here]
 
     def validate(self) -> float:
@@ -415,7 +442,7 @@ def train(trace: Trace, options: Options, report: Report = no_report) -> Weights
     samples = Samples(trace, options.window, options.chunk)
     used = trace.select(samples.spans)
     validation = held_out(used, VALIDATION_SHARE, options.seed)
-    rng = np.random.default_rng(options.seed)
+    rng = default_rng(options.seed)
     trainee = PathTrainee(samples, validation, options, rng)
     fitted = fit(trainee, options, report)
     arrays = {
@@ -423,23 +450,27 @@ def train(trace: Trace, options: Options, report: Report = no_report) -> Weights
         for name, node in trainee.model.parameters.items()
     }
     n_rows = trace.shape.n_vocab + 1
-    embedding = np.zeros((n_rows, options.n_embd), np.float16)
+    size = n_rows, options.n_embd
+    embedding = np.zeros(size, np.float16)
     embedding[samples.seen] = arrays["embedding"]
     arrays["embedding"] = embedding
     return Weights(arrays, asdict(options) | fitted.facts)
 
 
 def largest_singular(
-    matrix: Floats, n: int, rng: np.random.Generator
+    matrix: Floats, n: int, rng: Generator
 ) -> tuple[Floats, Floats, Floats]:
     """Returns u, s and v^T of the singular value decomposition, approximately, for the
     n largest singular values. Uses power iteration."""
     n_columns = matrix.shape[1]
-    drawn = rng.standard_normal((n_columns, n))
-    found = matrix @ drawn.astype(matrix.dtype)
+    size = n_columns, n
+    drawn = rng.standard_normal(size)
+    drawn = drawn.astype(matrix.dtype)
+    found = matrix @ drawn
     for _ in range(N_POWER):
         basis, _ = np.linalg.qr(found)
-        found = matrix @ (matrix.T @ basis)
+        along_columns = matrix.T @ basis
+        found = matrix @ along_columns
     basis, _ = np.linalg.qr(found)
     small = basis.T @ matrix
     u, s, vt = np.linalg.svd(small, full_matrices=False)

@@ -4,6 +4,7 @@ neighbouring tokens use similar experts."""
 from __future__ import annotations
 
 import numpy as np
+from numpy.random import default_rng
 
 from moegguf.native.events import Bools
 from moegguf.trace.trace import Trace
@@ -18,7 +19,7 @@ def held_out(trace: Trace, share: float, seed: int) -> list[int]:
     each label. For a label with several requests, at least one request is left out and
     at least one stays. The only request of a label stays. If every label has only one
     request, all requests are treated as if they had the same label."""
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     groups = trace.by_kind()
     if all(len(sequences) == 1 for sequences in groups):
         groups = [trace.sequences()]
@@ -26,8 +27,9 @@ def held_out(trace: Trace, share: float, seed: int) -> list[int]:
     for sequences in groups:
         n_all = len(sequences)
         n = max(1, round(share * n_all))
+        n = min(n, n_all - 1)
         order = rng.permutation(sequences)
-        picked += order[: min(n, n_all - 1)].tolist()
+        picked += order[:n].tolist()
     return sorted(picked)
 
 
