@@ -27,16 +27,18 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).resolve().parents[2]
 # More rows than fit in a tile, and enough cells for two whole parts of the keys and the
 # beginning of a third part.
-N_ROWS, N_CELLS = 70, 1100
+N_ROWS, N_CELLS = 140, 1100
 SOME_ROWS = (
     [0],
     [37],
     [69],
+    [139],
     [3, 4],
     range(5, 10),
     range(10, 18),
     range(30, 39),
     range(20, 53),
+    range(5, 135),
 )
 
 

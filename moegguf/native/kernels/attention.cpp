@@ -39,6 +39,14 @@ ToFloat find_to_float(const AttentionKernels & kernels, ggml_type type) {
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// Returns the number of lanes for n_rows rows. Successive values of queries, and scores of successive keys, are this
+// many floats apart. The lanes take up an odd number of cache lines. Otherwise successive values or keys would evict
+// each other from the first-level cache.
+int64_t lanes_of(int64_t n_rows) {
+    constexpr int64_t line = 64 / sizeof(float);
+    return (round_up(n_rows, line) / line | 1) * line;
+}
+
 // The lists of a KV cache's cells. They cover the first n_cells cells of a mask.
 struct Listed {
     const CellLists * lists; // nullptr: there are no lists
@@ -94,8 +102,8 @@ struct Shape {
           n_tokens(q->ne[1]),
           n_head(q->ne[2]),
           n_shared(n_head / k->ne[2]),
-          n_heads(std::min<int64_t>(n_shared, most_rows)),
-          n_of_tokens(std::min(n_tokens, most_rows / n_heads)),
+          n_heads(std::min<int64_t>(n_shared, rows_of_tile())),
+          n_of_tokens(std::min(n_tokens, rows_of_tile() / n_heads)),
           n_groups(k->ne[2] * ((n_shared + n_heads - 1) / n_heads)),
           listed(find_lists(mask, n_tokens * q->ne[3])) {
         for (int64_t token = 0; token < n_tokens * q->ne[3]; token = tile_end(token)) {
@@ -103,6 +111,9 @@ struct Shape {
             n_parts = std::max(n_parts, parts_of(token));
         }
     }
+
+    // Returns the largest number of rows in a tile. Their queries and sums have to fit into a second-level cache.
+    int64_t rows_of_tile() const { return n_key + 2 * n_value <= 512 ? most_rows : most_rows / 2; }
 
     // Returns the token after the last token of the tile that begins at `token`. The tokens of all streams are numbered
     // consecutively.
@@ -123,10 +134,9 @@ struct Shape {
         return list_of(token).n_parts + (n_unlisted() + part_keys - 1) / part_keys;
     }
 
-    int64_t most_rows_of_tile() const { return round_up(n_heads * n_of_tokens, kernels->lanes); }
     // Returns the number of floats of work memory that each thread needs.
     int64_t scratch() const {
-        const int64_t n_rows = most_rows_of_tile();
+        const int64_t n_rows = lanes_of(n_heads * n_of_tokens);
         return round_up(n_rows * (n_key + 2 * n_value + 5) + few_rows + most_keys * (n_key + n_value) +
                             2 * most_keys * std::max<int64_t>(n_rows, few_rows),
                         16);
@@ -180,7 +190,7 @@ struct Tile {
     const AttentionScale scale;
     int64_t stream, first_head, first_token, n_parts;
     CellList list; // cells of the tokens' sequence; cells that are not in any list come after them
-    int n_heads, n_tokens, n_rows, n_lanes; // n_lanes: n_rows, rounded up to whole vectors
+    int n_heads, n_tokens, n_rows, n_lanes; // n_lanes: see lanes_of
     float *queries, *keys, *values, *scores, *bias, *rescale;
     AttentionSums part, all;
     float slopes[most_rows];
@@ -201,7 +211,7 @@ struct Tile {
         first_head = group / groups_of_key * s.n_shared + group % groups_of_key * s.n_heads;
         n_heads = (int)std::min(s.n_heads, (group / groups_of_key + 1) * s.n_shared - first_head);
         n_rows = n_heads * n_tokens;
-        n_lanes = (int)round_up(n_rows, kernels.lanes);
+        n_lanes = (int)lanes_of(n_rows);
         const auto take = [&memory](int64_t n) {
             float * at = memory;
             memory += n;

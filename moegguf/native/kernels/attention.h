@@ -273,30 +273,35 @@ struct Attention {
         }
     }
 
-    template <CacheType type, int n_rows>
-    static void mix_rows(const float * p, int key_stride, int row_stride, const char * const * values, int64_t n,
-                         const uint8_t * keys, int n_keys, const float * rescale, float * out) {
-        constexpr int n_wide = n_rows == 1 ? 8 : 4; // a single row needs 8 vectors for enough independent sums
-        int64_t i = 0;
-        for (; i + n_wide * lanes <= n; i += n_wide * lanes) {
-            mix_tile<type, n_rows, n_wide>(p, key_stride, row_stride, values, i, n, keys, n_keys, rescale, out);
+    // Computes n_vectors vectors of each row's result, starting at float `first`. All rows use the same part of the
+    // values, which stays in the first-level cache.
+    template <CacheType type, int n_vectors>
+    static void mix_part(const float * p, int key_stride, int row_stride, int n_rows, const char * const * values,
+                         int64_t first, int64_t n, const uint8_t * keys, int n_keys, const float * rescale,
+                         float * out) {
+        int row = 0;
+        for (; row + mix_rows_at_once <= n_rows; row += mix_rows_at_once) {
+            mix_tile<type, mix_rows_at_once, n_vectors>(p + row * row_stride, key_stride, row_stride, values, first, n,
+                                                        keys, n_keys, rescale + row, out + row * n);
         }
-        for (; i < n; i += lanes) {
-            mix_tile<type, n_rows, 1>(p, key_stride, row_stride, values, i, n, keys, n_keys, rescale, out);
+        for (; row < n_rows; row++) {
+            mix_tile<type, 1, n_vectors>(p + row * row_stride, key_stride, row_stride, values, first, n, keys, n_keys,
+                                         rescale + row, out + row * n);
         }
     }
 
     template <CacheType type>
     static void mix_all(const float * p, int key_stride, int row_stride, int n_rows, const char * const * values,
                         int64_t n, const uint8_t * keys, int n_keys, const float * rescale, float * out) {
-        int row = 0;
-        for (; row + mix_rows_at_once <= n_rows; row += mix_rows_at_once) {
-            mix_rows<type, mix_rows_at_once>(p + row * row_stride, key_stride, row_stride, values, n, keys, n_keys,
-                                             rescale + row, out + row * n);
+        int64_t i = 0;
+        for (; n_rows == 1 && i + 8 * lanes <= n; i += 8 * lanes) { // a single row needs 8 independent sums
+            mix_part<type, 8>(p, key_stride, row_stride, n_rows, values, i, n, keys, n_keys, rescale, out);
         }
-        for (; row < n_rows; row++) {
-            mix_rows<type, 1>(p + row * row_stride, key_stride, row_stride, values, n, keys, n_keys, rescale + row,
-                              out + row * n);
+        for (; i + 4 * lanes <= n; i += 4 * lanes) {
+            mix_part<type, 4>(p, key_stride, row_stride, n_rows, values, i, n, keys, n_keys, rescale, out);
+        }
+        for (; i < n; i += lanes) {
+            mix_part<type, 1>(p, key_stride, row_stride, n_rows, values, i, n, keys, n_keys, rescale, out);
         }
     }
 

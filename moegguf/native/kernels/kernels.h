@@ -64,7 +64,7 @@ using MultiplyFloats = void (*)(const char * weights, size_t stride, int64_t n_c
 
 // ---- attention: rows are queries, keys are cells of a cache that some of the rows see ----
 
-constexpr int most_rows = 128, most_keys = 32; // largest numbers of rows in a tile and of keys in a block
+constexpr int most_rows = 256, most_keys = 32; // largest numbers of rows in a tile and of keys in a block
 constexpr int few_rows = 8;
 
 // The scale of scores. A score is factor * (query . key), or cap * tanh(factor * (query . key)) if cap is not 0.

@@ -223,14 +223,13 @@ void quantize_tiles(const ggml_compute_params * params, const ggml_tensor * x, c
     }
 }
 
-// Multiplies weight columns by n_rows rows in tiles, and writes the results to rows starting at `first_row`.
-void multiply_tiles(ggml_tensor * op, const Columns & columns, const char * tile, int64_t first_row, int64_t n_rows) {
+// Multiplies weight columns by n_rows rows in tiles. result_of(i) returns the address of row i of the result.
+template <class ResultOf>
+void multiply_tiles(const Columns & columns, const char * tile, int64_t n_rows, ResultOf result_of) {
     for (int64_t row = 0; row < n_rows;) {
         const int n_tile = next_tile(n_rows - row, columns.kernel->max_rows);
         float * out[max_tile];
-        for (int r = 0; r < n_tile; r++) {
-            out[r] = row_of(op, first_row + std::min(row + r, n_rows - 1)) + columns.first;
-        }
+        for (int r = 0; r < n_tile; r++) { out[r] = result_of(std::min(row + r, n_rows - 1)) + columns.first; }
         columns.multiply(tile, n_tile, out, row == 0);
         row += n_tile, tile += n_tile * quantized_bytes(columns.kernel, columns.n);
     }
@@ -254,7 +253,8 @@ void mul_mat(const ggml_compute_params * params, ggml_tensor * op, const Kernel 
         const Shares shares = {m.taken + i * params->nth, params->nth, n_parts, w->ne[1]};
         for (int64_t first, last; shares.next(params->ith, first, last);) {
             p.for_each_part(first, last, panel, [&](const Columns & columns) {
-                multiply_tiles(op, columns, m.tiles + i * m.tiles_bytes, i * m.n_rows, m.n_rows);
+                multiply_tiles(columns, m.tiles + i * m.tiles_bytes, m.n_rows,
+                               [&](int64_t row) { return row_of(op, i * m.n_rows + row); });
             });
         }
     }
@@ -299,10 +299,12 @@ struct Choice {
     int32_t i, token; // index of the expert among the token's experts, and index of the token
 };
 
+constexpr int64_t most_gathered_rows = 256; // largest number of choices whose activations a thread gathers at once
+
 // The work memory of a MUL_MAT_ID.
 struct Work {
     char * rows;      // quantised activations
-    char * tiles;     // [n_threads] memory for a tile
+    char * tiles;     // [n_threads] memory for the tiles of most_gathered_rows rows
     char * panels;    // [n_threads] memory for a panel
     int64_t * n_rows; // [n_expert] number of rows that are multiplied by each expert
     int64_t * taken;  // [n_expert][n_threads] Shares::taken of each expert
@@ -320,7 +322,7 @@ struct Work {
             return begin;
         };
         rows = take(ggml_nrows(x) * row);
-        tiles = take(n_threads * max_tile * row);
+        tiles = take(n_threads * most_gathered_rows * row);
         panels = take(n_threads * panel_bytes(kernel, x->ne[0]));
         const int64_t n_expert = op->src[0]->ne[2];
         n_rows = (int64_t *)take(n_expert * sizeof(int64_t));
@@ -353,24 +355,26 @@ void sort_choices(const ggml_tensor * op, const Work & work, int n_threads) {
     for_each_choice(op->src[2], [&](int32_t expert, Choice choice) { work.choices[work.end[expert]++] = choice; });
 }
 
-// Multiplies columns of an expert's weights by all n_rows rows that use the expert.
-void multiply_expert(ggml_tensor * op, const Columns & columns, const Work & work, char * tile, const Choice * choices,
-                     int64_t n_rows) {
+// Copies the activations of n_rows choices into `tiles`. Returns the address of the first tile: a single row is a tile
+// as it is.
+const char * gather_tiles(const ggml_tensor * op, const Kernel * kernel, const Work & work, const Choice * choices,
+                          int64_t n_rows, char * tiles) {
     const ggml_tensor * x = op->src[1];
-    const Kernel * kernel = columns.kernel;
+    const size_t bytes = quantized_bytes(kernel, x->ne[0]);
+    const auto row_of_choice = [&](int64_t i) {
+        const Choice c = choices[std::min(i, n_rows - 1)];
+        return work.rows + (c.i % x->ne[1] + c.token * x->ne[1]) * bytes;
+    };
+    if (n_rows == 1) { return row_of_choice(0); }
+    char * tile = tiles;
     for (int64_t row = 0; row < n_rows;) {
         const int n_tile = next_tile(n_rows - row, kernel->max_rows);
         const char * rows[max_tile];
-        float * out[max_tile];
-        for (int r = 0; r < n_tile; r++) {
-            const Choice c = choices[std::min(row + r, n_rows - 1)];
-            rows[r] = work.rows + (c.i % x->ne[1] + c.token * x->ne[1]) * quantized_bytes(kernel, columns.n);
-            out[r] = row_of(op, c.i + c.token * op->ne[1]) + columns.first;
-        }
-        if (n_tile > 1) { kernel->gather(rows, n_tile, columns.n, tile); }
-        columns.multiply(n_tile > 1 ? tile : rows[0], n_tile, out, row == 0);
-        row += n_tile;
+        for (int r = 0; r < n_tile; r++) { rows[r] = row_of_choice(row + r); }
+        kernel->gather(rows, n_tile, x->ne[0], tile);
+        row += n_tile, tile += n_tile * bytes;
     }
+    return tiles;
 }
 
 void mul_mat_id(const ggml_compute_params * params, ggml_tensor * op, const Kernel * kernel) {
@@ -393,10 +397,18 @@ void mul_mat_id(const ggml_compute_params * params, ggml_tensor * op, const Kern
         const Shares shares = {work.taken + expert * params->nth, params->nth, n_parts, w->ne[1]};
         for (int64_t first, last; shares.next(params->ith, first, last);) {
             char * panel = work.panels + params->ith * panel_bytes(kernel, p.n);
-            p.for_each_part(first, last, panel, [&](const Columns & columns) {
-                char * tile = work.tiles + params->ith * max_tile * row;
-                multiply_expert(op, columns, work, tile, work.choices + work.end[expert] - n_rows, n_rows);
-            });
+            char * tiles = work.tiles + params->ith * most_gathered_rows * row;
+            // Panels are multiplied by the same tiles one after another. Without panels, a tile is used only once.
+            const int64_t n_gathered = p.panels ? most_gathered_rows : max_tile;
+            for (int64_t done = 0; done < n_rows; done += n_gathered) {
+                const Choice * choices = work.choices + work.end[expert] - n_rows + done;
+                const int64_t n = std::min(n_rows - done, n_gathered);
+                const char * tile = gather_tiles(op, p.kernel, work, choices, n, tiles);
+                p.for_each_part(first, last, panel, [&](const Columns & columns) {
+                    multiply_tiles(columns, tile, n,
+                                   [&](int64_t i) { return row_of(op, choices[i].i + choices[i].token * op->ne[1]); });
+                });
+            }
         }
     }
 }
