@@ -59,6 +59,8 @@ LOAD_PARAMETERS = {
 }  # fmt: skip
 """{name of a parameter of a Modelfile or a request that changes how a model is loaded:
 name of the option}"""
+LOCAL_PARAMETERS = ("num_batch", "num_gpu", "mirror")
+"""Parameters of LOAD_PARAMETERS that a request to a server cannot set."""
 
 Kind = Literal[
     "text", "budget", "size", "duration", "timeout", "whole", "number", "switch", "off switch", "level",

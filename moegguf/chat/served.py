@@ -20,7 +20,7 @@ from moegguf.generate.request import (
     PromptProgress,
 )
 from moegguf.models.entry import Details, ModelEntry, NamedModel
-from moegguf.options import LOAD_PARAMETERS
+from moegguf.options import LOCAL_PARAMETERS
 from moegguf.quantities import parse_duration
 from moegguf.serving.events import Snapshot, load_overrides
 from moegguf.serving.wire import build
@@ -176,7 +176,7 @@ class ServedModel:
     def check_parameter(self, name: str) -> None:
         """Raises OptionError if `name` is a parameter for loading that a request to a
         server cannot set."""
-        if LOAD_PARAMETERS.get(name) in ("n_batch", "n_gpu_layers", "mirror"):
+        if name in LOCAL_PARAMETERS:
             raise OptionError(
                 f"{name!r} has no effect on a model in a server; load the model here with `moegguf run --local`."
             )

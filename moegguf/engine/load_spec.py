@@ -247,6 +247,11 @@ class LoadSpec:
             and (value is not None or name in COMMAND_DEFAULTS)
         }
 
+    def with_free_placement(self) -> LoadSpec:
+        """Returns the same options without the options that place layers and experts on
+        devices."""
+        return replace(self, placement="auto", n_gpu_layers=None)
+
     @property
     def refuses_cpu(self) -> bool:
         """True if a CPU-only plan is not allowed, because n_gpu_layers was given and

@@ -24,11 +24,8 @@ def load_overrides(parameters: Mapping[str, Any]) -> LoadOverrides:
     """Returns the load options in `parameters`, which have Ollama's names. Leaves out
     options with a value of None, 0 or "", and num_gpu, which only a chat without a
     server reads."""
-    return {
-        name: value
-        for name, value in load_options_of(parameters).items()
-        if name != "n_gpu_layers"
-    }
+    read = {name: value for name, value in parameters.items() if name != "num_gpu"}
+    return load_options_of(read)
 
 
 @dataclass(frozen=True)

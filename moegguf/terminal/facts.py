@@ -210,9 +210,7 @@ def estimate_model(
             )
             if disk:
                 speeds = replace(speeds, disk_bytes_per_s=disk.bytes_per_s)
-            free = replace(
-                spec, n_ctx=plan.context.n_ctx, placement="auto", n_gpu_layers=None
-            )
+            free = replace(spec.with_free_placement(), n_ctx=plan.context.n_ctx)
             placed = make_plan(layout, ample, free, speeds, hit_rates.curve())
         return {
             "name": layout.name,
