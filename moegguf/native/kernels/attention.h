@@ -13,9 +13,9 @@ struct Attention {
     using F = typename Isa::F;
     static constexpr int lanes = Isa::n_cols;
     static constexpr int few_halves = 128; // largest number of half floats of each key that are copied at once
-    // Registers hold the sums of this many vectors of rows with `lanes` / n_vectors keys each (in score), or of this
-    // many rows (in mix).
-    static constexpr int score_vectors = 2, mix_rows_at_once = Isa::n_cols / 4;
+    // Registers hold the sums of this many vectors of rows with `lanes` / 2 keys each (in score), or of this many rows
+    // (in mix).
+    static constexpr int score_vectors = Isa::n_cols == 8 ? 3 : 2, mix_rows_at_once = Isa::n_cols == 8 ? 3 : 4;
 
     template <CacheType type>
     static MOEGGUF_INLINE F load(const char * values, int64_t i) {
@@ -76,7 +76,7 @@ struct Attention {
     template <int n_vectors>
     static void score_rows(const float * queries, int n_lanes, const float * keys, int n_keys, int64_t n,
                            float * scores) {
-        constexpr int n_tile = lanes / n_vectors;
+        constexpr int n_tile = n_vectors == 1 ? lanes : lanes / 2;
         for (int k = 0; k < n_keys; k += n_tile) {
             score_tile<n_vectors, n_tile>(queries, n_lanes, keys + k * n, n, scores + k * n_lanes);
         }
@@ -256,14 +256,15 @@ struct Attention {
         }
         for (int i = 0; i < n_keys; i++) {
             const float * of_key = p + keys[i] * key_stride;
-            F x[n_vectors];
-#pragma GCC unroll 8
-            for (int v = 0; v < n_vectors; v++) { x[v] = load<type>(values[keys[i]], first + v * lanes); }
+            F weights[n_rows];
 #pragma GCC unroll 4
-            for (int r = 0; r < n_rows; r++) {
-                const F weight = Isa::broadcast(of_key[r * row_stride]);
+            for (int r = 0; r < n_rows; r++) { weights[r] = Isa::broadcast(of_key[r * row_stride]); }
 #pragma GCC unroll 8
-                for (int v = 0; v < n_vectors; v++) { sums[r][v] = Isa::fma(weight, x[v], sums[r][v]); }
+            for (int v = 0; v < n_vectors; v++) {
+                F x = load<type>(values[keys[i]], first + v * lanes);
+                __asm__("" : "+v"(x)); // keeps the vector in a register; GCC would load it anew for every row
+#pragma GCC unroll 4
+                for (int r = 0; r < n_rows; r++) { sums[r][v] = Isa::fma(weights[r], x, sums[r][v]); }
             }
         }
 #pragma GCC unroll 4
