@@ -52,7 +52,7 @@ TOKEN_LIMITS = {
     "tools": 63_500,
 }
 NATIVE_LIMITS = {
-    "moegguf/native": 12_560,
+    "moegguf/native": 12_570,
     "moegguf/server": 1_920,
     "moegguf/testing": 1_190,
     "tools": 510,

@@ -166,7 +166,7 @@ const Kernel * find(ggml_type type) {
            : type == GGML_TYPE_IQ4_NL ? &kernel<Isa, Iq4NlX8>
            : type == GGML_TYPE_MXFP4  ? &kernel<Isa, Mxfp4X8>
            : type == GGML_TYPE_Q4_K   ? &kernel<Isa, Q4KX8>
-           : type == GGML_TYPE_Q5_K   ? &kernel<Isa, Q5KX8>
+           : type == GGML_TYPE_Q5_K   ? &kernel<Isa, Q5KX8<Isa>>
            : type == GGML_TYPE_Q6_K   ? &kernel<Isa, Q6KX8>
                                       : nullptr;
 }

@@ -196,11 +196,10 @@ struct Scales6 {
 
 // Q4_K and Q5_K: 4 parts of 64 values, with a scale and a minimum for every 32 values. The low nibbles of a part are
 // its first 32 values.
-template <bool has_fifth_bit>
+template <bool has_fifth_bit, int n_vectors_at_once>
 struct Q45KX8 {
     static constexpr int n_values = 256, n_interleaved = 8, bytes = 32 + 96 + (has_fifth_bit ? 256 : 0) + 1024;
-    // Q5_K multiplies 32 values before it multiplies by their scale, because their sum needs 32 bits in any case.
-    static constexpr int n_vectors = has_fifth_bit ? 8 : 4, n_steps = 32 / n_vectors, n_codes = 2;
+    static constexpr int n_vectors = n_vectors_at_once, n_steps = 32 / n_vectors, n_codes = 2;
     static constexpr int n_dots = 4, n_minus = 0, n_pairs = 4;
     static constexpr bool has_mins = true, is_streamed = true;
     template <class Isa>
@@ -237,7 +236,9 @@ struct Q45KX8 {
         void load() {
             for (int i = 0; i < n_vectors / 2; i++) {
                 Isa::load_line(qs.of, n_vectors / 2 * step + i, raw[2 * i], raw[2 * i + 1]);
-                if constexpr (has_fifth_bit) { Isa::load_line(qh.of, i, high[2 * i], high[2 * i + 1]); }
+                if constexpr (has_fifth_bit) {
+                    Isa::load_line(qh.of, n_vectors / 2 * step % 4 + i, high[2 * i], high[2 * i + 1]);
+                }
             }
         }
         template <int step, int i>
@@ -252,8 +253,11 @@ struct Q45KX8 {
     };
 };
 
-using Q4KX8 = Q45KX8<false>;
-using Q5KX8 = Q45KX8<true>;
+using Q4KX8 = Q45KX8<false, 4>;
+// 32 values of Q5_K are multiplied before their sum is multiplied by their scale, because this sum needs 32 bits in any
+// case. AVX2 multiplies 16 values, because it has few registers.
+template <class Isa>
+using Q5KX8 = Q45KX8<true, Isa::signed_codes ? 4 : 8>;
 
 // Q6_K: for each half of a block (128 values), 64 bytes hold the low 4 bits of the values in nibbles, and 32 bytes hold
 // their high 2 bits. Every 16 values share a signed scale.
