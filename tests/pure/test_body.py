@@ -135,9 +135,11 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_body_is_refused_fast_and_with_little_memory(name: str) -> None:
     raw = HOSTILE[name]
+    # Parsing takes 0.1 to 0.6 s of processor time, depending on the machine. If the time
+    # grew with the square of the size, parsing would take hours.
     begun = time.thread_time()
     refusal(raw)
-    assert time.thread_time() - begun < 0.5  # about 100 ms on an idle machine
+    assert time.thread_time() - begun < 5
     tracemalloc.start()
     try:
         refusal(raw)
