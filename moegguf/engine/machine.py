@@ -303,9 +303,10 @@ def _measure(
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     n_blocks = max(1, os.fstat(fd).st_size // block_bytes)
 
-    def read(thread: int) -> int:
-        # random order of blocks, which defeats read-ahead.
-        dice = random.Random(thread)
+    def read(_thread: int) -> int:
+        # Random order of blocks, which defeats read-ahead. Each measurement reads other
+        # blocks, because the drive may cache the blocks of the last measurement.
+        dice = random.Random()
         n = 1
         n_bytes = 0
         # Anonymous memory is page-aligned, which direct I/O requires.
