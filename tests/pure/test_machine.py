@@ -252,6 +252,24 @@ def test_disk_read_speed_measures_direct_and_buffered_reads(
         disk_read_speed(tmp_path / "none")
 
 
+def test_each_measurement_of_the_disk_reads_other_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drive that caches the blocks of the last measurement would look too fast."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096 * 256))
+    offsets: list[int] = []
+
+    def read(_fd: int, _buffers: object, offset: int) -> int:
+        offsets.append(offset)
+        return 4096
+
+    monkeypatch.setattr(os, "preadv", read)
+    for _ in range(20):  # measurements of no time read one block each
+        disk_read_speed(path, 0.0, 4096, 1)
+    assert len(offsets) == 20 and len(set(offsets)) > 1
+
+
 def test_memory_read_speed_takes_the_fastest_of_five_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
