@@ -41,8 +41,8 @@ LIMITS = {
 """{kind of work that may limit the speed: the figure in FIGURES that holds the time of
 this work per token}."""
 FIGURES = (
-    "bound_ts", "bound_reached_pct", "bound_reached_as_read_pct", "bound_read_mb_per_token", *LIMITS.values(),
-    "bound_weights_ms_per_token", "bound_memory_gb_per_s",
+    "bound_ts", "bound_reached_pct", "bound_read_mb_per_token", *LIMITS.values(), "bound_weights_ms_per_token",
+    "bound_memory_gb_per_s",
 )  # fmt: skip
 
 
@@ -80,21 +80,11 @@ class LinkSpeeds:
 
 
 def bound_figures(
-    least: LeastBytes,
-    read_bytes: int,
-    speeds: LinkSpeeds,
-    n_tokens: int,
-    taken_s: float,
-    idle_s: float,
+    least: LeastBytes, speeds: LinkSpeeds, n_tokens: int, taken_s: float, idle_s: float
 ) -> dict[str, float]:
     """Returns the values of FIGURES for `n_tokens` tokens that took `taken_s` seconds.
-    `read_bytes` is the number of bytes that were read from the file in this time.
     `idle_s` is the part of this time, in seconds, that does not count as computation:
-    stalls, and the time spent in the store's hooks.
-
-    `bound_reached_pct` compares the measured speed with a bound for the bytes in
-    `least`. An eviction policy reads so few bytes only if it knows the future.
-    `bound_reached_as_read_pct` compares the speed with a bound for `read_bytes`."""
+    stalls, and the time spent in the store's hooks."""
 
     def ms_per_token(n_bytes: int, bytes_per_s: float) -> float:
         return n_bytes / bytes_per_s / n_tokens * 1e3 if bytes_per_s else 0.0
@@ -104,11 +94,9 @@ def bound_figures(
     copy_ms = ms_per_token(least.copied, speeds.copies)
     compute_ms = max(0.0, taken_ms - idle_s / n_tokens * 1e3)
     bound_ms = max(read_ms, copy_ms, compute_ms)
-    as_read_ms = max(ms_per_token(read_bytes, speeds.disk), bound_ms)
     return {
         "bound_ts": 1e3 / bound_ms,
         "bound_reached_pct": bound_ms / taken_ms * 100,
-        "bound_reached_as_read_pct": as_read_ms / taken_ms * 100,
         "bound_read_mb_per_token": least.read / n_tokens / 1e6,
         "bound_read_ms_per_token": read_ms,
         "bound_copy_ms_per_token": copy_ms,

@@ -369,7 +369,6 @@ def run_test(
             stats = sample.stats
             figures[repetition] |= bound_figures(
                 least,
-                stats.bytes_read,
                 bounds.speeds(links[repetition]),
                 test.n_measured,
                 sample.total_ns / 1e9,

@@ -545,13 +545,11 @@ def _bound_table(rows: Sequence[Row]) -> list[str]:
         _figure("t/s", "median_ts", 1),
         _figure("bound", "bound_ts", 1),
         ("reached", 1, lambda row: f"{row['bound_reached_pct']:.0f} %"),
-        ("as read", 1, lambda row: f"{row['bound_reached_as_read_pct']:.0f} %"),
         _figure("read", "bound_read_ms_per_token", 1, digits=3),
         _figure("compute", "bound_compute_ms_per_token", 1, digits=3),
     ]
     lines = [
         "bound: the most tokens/s that this file, budget and link allow",
-        "as read: % of the bound for the bytes that this run read, instead of the fewest",
         f"read: ms a token for the bytes that any eviction must read, at {_gb_per_s(bounded, 'link')}",
         "compute: ms a token without waiting for experts",
     ]
